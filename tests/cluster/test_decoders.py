@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,14 +35,18 @@ def item(number: int) -> Item:
 
 @contextmanager
 def decoding(
-    decode: Callable[[Item], Any], count: int, least_ahead: int = 8, pinned: bool = False
+    decode: Callable[[Item], Any],
+    count: int,
+    least_ahead: int = 8,
+    pinned: bool = False,
+    uses_gpu: Callable[[], bool] | None = None,
 ) -> Iterator[Decoders]:
     """Two processes, which decode `count` items. The items come in pieces of five."""
     pieces: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
     for first in range(0, count, 5):
         pieces.put([item(number) for number in range(first, min(count, first + 5))])
     made = Decoders(2, decode, least_ahead)
-    made.begin(lambda: None if pieces.empty() else pieces.get(), pinned)
+    made.begin(lambda: None if pieces.empty() else pieces.get(), pinned, uses_gpu)
     try:
         yield made
     finally:
@@ -136,6 +141,61 @@ def test_slots_are_pinned_once_and_unpinned_at_the_end(monkeypatch: pytest.Monke
             assert bool((value == 2).all())
         assert 0 < len(pinned) <= 2 * decoders_module.LENT_SLOTS
     assert not pinned
+
+
+def test_slots_of_a_function_that_uses_the_gpu_are_pinned_and_used_again_after_a_synchronization(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slots are pinned when the function has used the GPU, in the thread that calls it. A slot whose tensors are freed
+    is not written before the GPU has finished its copies."""
+    pinned, threads, synchronized = dict[int, int](), set[int](), list[int]()
+    uses_gpu = False
+
+    def register(address: int, size: int) -> bool:
+        threads.add(threading.get_ident())
+        pinned[address] = size
+        return True
+
+    monkeypatch.setattr(decoders_module, "register", register)
+    monkeypatch.setattr(decoders_module, "unregister", lambda address: pinned.pop(address))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronized.append(len(made._found)))
+
+    def numbered(item: Item) -> Tensor:
+        return torch.full((500,), int(item.input))
+
+    with decoding(numbered, 400, uses_gpu=lambda: uses_gpu) as made:
+        assert [int(each.value[0]) for each in made.take(10)] == list(range(10))
+        assert not pinned
+        uses_gpu = True
+        for number in range(10, 400):
+            (found,) = made.take(1)
+            assert found.value.tolist() == [number] * 500
+            del found
+        assert threads == {threading.get_ident()}
+        assert 0 < len(pinned) <= 2 * decoders_module.LENT_SLOTS
+        assert all(size >= 4000 for size in pinned.values())
+        assert synchronized
+        assert len(synchronized) < 300  # and not for each slot
+    assert not pinned
+
+
+def test_a_larger_tensor_than_what_is_pinned_of_a_slot_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses copies of memory that is pinned only in part."""
+    pinned = dict[int, int]()
+    monkeypatch.setattr(decoders_module, "register", lambda address, size: pinned.update({address: size}) is None)
+    monkeypatch.setattr(decoders_module, "unregister", lambda address: pinned.pop(address))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def numbered(item: Item) -> Tensor:
+        return torch.full((40_000 if item.input == "300" else 500,), int(item.input))
+
+    with decoding(numbered, 400, uses_gpu=lambda: True) as made:
+        for number in range(400):
+            (found,) = made.take(1)
+            assert int(found.value[-1]) == number
+            if number == 300:
+                first = found.value.data_ptr()
+                assert not any(address <= first < address + size for address, size in pinned.items())
 
 
 def test_without_the_right_to_pin_tensors_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.launch.triton_launch import INTERPRETED, count_launches
-from rooftop.media.pillow_resize import FILTERS, PILLOW, Resize, resized_on_device
+from rooftop.media.pillow_resize import FILTERS, Resize, resized_on_device
 
 by_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="by the interpreter")
 BICUBIC = Image.Resampling.BICUBIC
@@ -99,11 +99,11 @@ def test_what_cannot_be_resized_is_refused() -> None:
         (pixels, [(0, 1, 1)], [], "one change for each"),
         (pixels, [(0, 3, 4)], [Resize((1, 1))], "inside the 30 bytes"),
         (pixels, [(-1, 1, 1)], [Resize((1, 1))], "starts at byte -1"),
-        (pixels, [(0, 0, 4)], [Resize((1, 1))], "4 x 0 pixels"),
+        (pixels, [(0, 0, 4)], [Resize((1, 1))], "4 x 0 pixels: expected sizes"),
         (pixels, [(0, 1, 1)], [Resize((0, 1))], "at least 1 x 1 pixel"),
         (pixels, [(0, 1, 1)], [Resize((4, 4), (2, 2, 2, 3))], "at least 1 x 1 pixel"),
         (pixels, [(0, 1, 1)], [Resize((4, 4), None, Image.Resampling.LANCZOS)], "BILINEAR or BICUBIC"),
-        (pixels, [(0, 5, 2)], [Resize((2, 1))] if PILLOW >= 13 else [Resize((0, 0))], "rows first|at least 1"),
+        (pixels, [(0, 5, 2)], [Resize((2, 1))], "rows first"),
         (pixels, [(0, 1, 1)], [Resize((40_000, 40_000))], "resize it by Pillow"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
@@ -112,7 +112,7 @@ def test_what_cannot_be_resized_is_refused() -> None:
 
 @pytest.mark.gpu
 def test_photographs_on_a_gpu() -> None:
-    sizes = [(500, 375), (640, 480), (480, 640), (3000, 10), (1, 1), (2, 900)]
+    sizes = [(500, 375), (640, 480), (480, 640), (3000, 10), (1, 1), (9, 900)]
     photographs = [photograph(*size, seed) for seed, size in enumerate(sizes)]
     for changes in (
         [Resize((1066, 800))] * len(sizes),

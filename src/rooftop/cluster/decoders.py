@@ -13,6 +13,10 @@ The worker's tensors are views of this memory, without a copy, and a GPU reads p
 again once all of its tensors are freed. If no slot is free, a task uses one of two other slots of the process, from
 which the thread copies tensors at once.
 
+A function of the user may use the GPU itself. Once it has done so, slots are pinned for it, too. Its copies to the GPU
+may then still run when it frees a tensor, so such a slot is used again only after a synchronization. Slots are pinned,
+and the GPU is synchronized, between calls of the function, since both would break a CUDA graph that it captures.
+
 If a process dies, a new process replaces it, and the items of the dead process are retried one by one. An item that
 kills three processes becomes a failure. If the worker ends, its decoding processes end within a second.
 """
@@ -95,6 +99,7 @@ class _Arena:
 
     Attributes:
         free: slots to lend whose earlier tensors are all freed.
+        freed: pinned slots whose tensors a function of the user has freed. The GPU may still read them.
     """
 
     def __init__(self) -> None:
@@ -103,6 +108,7 @@ class _Arena:
         os.ftruncate(self._file, size)
         self._memory = mmap.mmap(self._file, size)
         self.free = deque(range(COPIED_SLOTS, COPIED_SLOTS + LENT_SLOTS))
+        self.freed = deque[int]()
         self._pinned: dict[int, tuple[int, int]] = {}  # slot -> its address, and the bytes that are pinned
 
     def slots(self) -> list[Any]:
@@ -115,11 +121,16 @@ class _Arena:
         """The first bytes of a slot, from which tensors are copied."""
         return np.frombuffer(self._memory, np.uint8, size, _place(slot)[0])
 
-    def lend(self, slot: int, size: int) -> Any:
-        """Lend the first bytes of a slot to tensors. The slot becomes free when the last of these tensors is freed."""
+    def lend(self, slot: int, size: int, free: deque[int]) -> Any:
+        """Lend the first bytes of a slot to tensors. When the last of these tensors is freed, the slot is added to
+        `free`."""
         bytes_ = (ctypes.c_char * size).from_buffer(self._memory, _place(slot)[0])
-        weakref.finalize(bytes_, self.free.append, slot).atexit = False
+        weakref.finalize(bytes_, free.append, slot).atexit = False
         return bytes_
+
+    def pinned(self, slot: int) -> int:
+        """The number of bytes at the beginning of a slot that are pinned."""
+        return self._pinned.get(slot, (0, 0))[1]
 
     def pin(self, slot: int, size: int) -> bool:
         """Pin the first bytes of a slot, so that a GPU reads them directly. Return whether the system allows
@@ -188,6 +199,8 @@ class Decoders:
         self.count, self._decode, self._in_runs = count, decode, in_runs
         self._most_of_a_task = 1 if alone else CLIPS_OF_A_TASK if in_runs else TASK_ITEMS
         self._least_ahead, self._pinned, self._lends = least_ahead, False, True
+        self._uses_gpu: Callable[[], bool] = lambda: False
+        self._to_pin = deque[tuple[_Arena, int, int]]()  # arena, slot, bytes
         self._more: Callable[[], Sequence[Item] | None] = lambda: None
         self._waiting: deque[_Waiting] = deque()
         self._found: dict[int, tuple[Decoded, int]] = {}  # number of an item -> its value, and the value's bytes
@@ -214,14 +227,22 @@ class Decoders:
         """The process ids of the decoding processes."""
         return [each.process.pid for each in self._processes]
 
-    def begin(self, more: Callable[[], Sequence[Item] | None], pinned: bool = False) -> None:
+    def begin(
+        self,
+        more: Callable[[], Sequence[Item] | None],
+        pinned: bool = False,
+        uses_gpu: Callable[[], bool] | None = None,
+    ) -> None:
         """Start to decode the items that `more` returns.
 
         Args:
             pinned: whether tensors must be in pinned memory, which needs a GPU in this process. The caller then keeps
                 tensors until the GPU has read them.
+            uses_gpu: for a caller that does not keep tensors: whether it uses the GPU by now. From then on, tensors are
+                in pinned memory if possible.
         """
         self._more, self._pinned = more, pinned
+        self._uses_gpu = uses_gpu or self._uses_gpu
         self._thread = threading.Thread(target=self._run, daemon=True, name="rooftop-decoded")
         self._thread.start()
 
@@ -238,6 +259,8 @@ class Decoders:
                 affect all items.
             ModelRunError: the decoding processes end before they decode anything.
         """
+        if self._uses_gpu():
+            self._pin_and_free()
         taken = []
         for _ in range(count):
             with self._changed:
@@ -253,6 +276,21 @@ class Decoders:
                 self.notify()
             taken.append(found)
         return taken
+
+    def _pin_and_free(self) -> None:
+        """Pin slots that were read since the last call, and free slots once the GPU has read them."""
+        while self._to_pin:
+            arena, slot, size = self._to_pin.popleft()
+            if not arena.pinned(slot) and not arena.pin(slot, size):
+                self._uses_gpu = lambda: False  # the system allows no more pinned memory
+        if any(each.arena.freed and not each.arena.free for each in self._processes):
+            arenas = [each.arena for each in self._processes]
+            freed = [(arena, arena.freed.popleft()) for arena in arenas for _ in range(len(arena.freed))]
+            with suppress(RuntimeError):  # the function's own next call raises this error, too
+                torch.cuda.synchronize()
+            for arena, slot in freed:
+                arena.free.append(slot)
+            self.notify()
 
     def close(self) -> None:
         """End the processes."""
@@ -362,6 +400,8 @@ class Decoders:
         (size,) = END.unpack_from(content, len(content) - END.size)
         reader = self._reader(process.arena, slot, content, size)
         found: list[Decoded] = reader.load()
+        if slot >= COPIED_SLOTS and not isinstance(reader, _Lending):
+            process.arena.free.append(slot)
         del reader  # the reader keeps the slot in use
         self._idle_deaths = 0
         seconds, size = sum(each.seconds for each in found) / len(task), size // len(task)
@@ -391,9 +431,14 @@ class Decoders:
             self._lends = False
             return _Copying(content, arena.read(slot, size), self._pinned)
         if not size:
-            arena.free.append(slot)
             return _Reader(content)
-        return _Lending(content, arena.lend(slot, size))
+        if not self._uses_gpu():
+            return _Lending(content, arena.lend(slot, size, arena.freed if arena.pinned(slot) else arena.free))
+        if not arena.pinned(slot):
+            self._to_pin.append((arena, slot, min(LENT_BYTES, 2 * size)))
+        elif arena.pinned(slot) < size:  # CUDA refuses to copy memory that is pinned only in part
+            return _Copying(content, arena.read(slot, size), False)
+        return _Lending(content, arena.lend(slot, size, arena.freed))
 
     def _replace(self, process: _Process) -> None:
         self._selector.unregister(process.connection)

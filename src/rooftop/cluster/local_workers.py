@@ -15,6 +15,7 @@ the next process.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -364,11 +365,12 @@ def _work(connection: Connection, status: Any, division: Division, number: int, 
     except BaseException as error:
         connection.send(("failed", _sendable(error)))
         return
+    gc.freeze()  # each full collection would look at the million objects of the imported packages
     chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
     to_decode: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
     more = _taken_from(to_decode)
     if decoders is not None:
-        decoders.begin(more, pinned=shop.pins)
+        decoders.begin(more, pinned=shop.pins, uses_gpu=None if shop.pins else _uses_gpu)
     notify = (lambda: None) if decoders is None else decoders.notify
     connection.send(("ready", starting.seconds))
     threading.Thread(target=_receive, args=(connection, chunks, to_decode, notify), daemon=True).start()
@@ -392,6 +394,12 @@ def _send_all(connection: Connection, outbox: queue.SimpleQueue[Any]) -> None:
     with suppress(OSError):  # the parent has ended
         while (message := outbox.get()) is not None:
             connection.send(message)
+
+
+def _uses_gpu() -> bool:
+    """Whether this process uses a GPU by PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 class _Starting:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.photograph_calls import Answer, Classes, Objects, PhotographCall
 from rooftop.cluster.photographs import Preparation
 from rooftop.cluster.targets import pickled
@@ -181,26 +180,17 @@ def _target(
     dtype: torch.dtype | None,
     preprocessing: Preprocessing | None = None,
 ) -> ModelTarget:
-    pa = load_arrow()
     if not isinstance(weights, (str, type(None))):
         weights = str(weights)
     made_of = {"weights": weights, "seed": seed, "dtype": None if dtype is None else str(dtype), **options}
-    numbers, names = pa.list_(pa.int64()), pa.list_(pa.string())
     prepare: Preparation
     answer: Answer
     if preprocessing is not None:
         prepare, answer = _Cropped(preprocessing), Classes(options["top"], preprocessing)
-        best = [("label", pa.int64()), ("name", pa.string()), ("probability", pa.float32())]
-        columns = pa.schema([*best, ("labels", numbers), ("names", names), ("probabilities", pa.list_(pa.float32()))])
     else:
         prepare, answer = _Resized(), Objects(options["threshold"])
-        boxes = pa.list_(pa.list_(pa.float32()))
-        size = [("width", pa.int64()), ("height", pa.int64())]
-        columns = pa.schema(
-            [*size, ("labels", numbers), ("names", names), ("scores", pa.list_(pa.float32())), ("boxes", boxes)]
-        )
     folded = Engine(model, dtype=torch.float32, constants=False).model  # on the CPU, fold norms once for all workers
-    return ModelTarget(name, made_of, batch, PackedModel.of(folded), dtype, prepare, answer, columns)
+    return ModelTarget(name, made_of, batch, PackedModel.of(folded), dtype, prepare, answer, answer.columns)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 results.
 
     call = PhotographCall(network, Classes(top=5), "cuda", batch=64)
-    rows = call(photographs)                            # both halves: begin and finish
+    rows = call(photographs)                            # both halves; a list of dicts
     begun = call.begin(photographs)                     # starts to copy, normalize and compute; the host does not wait
-    rows = call.finish(begun)                           # waits for the results
+    table = call.finish(begun)                          # waits for the results: a pyarrow.RecordBatch
 
 A separate stream copies the uint8 pixels of a batch from pinned memory to the device. There, photographs are resized if
 they are still whole, and normalized. The results are copied back to pinned memory. On the CPU, the same code runs
@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.photographs import Shown
 from rooftop.data.handing_over import Copies
 from rooftop.errors import ModelRunError
@@ -35,6 +37,7 @@ from rooftop.models.images import IMAGENET, Preprocessing, normalization, normal
 from rooftop.models.vision.classification import class_names as imagenet_names
 
 CALLED = "this photograph"
+SIZES = 4096  # sizes of photographs whose changes are kept
 
 
 class Computed(NamedTuple):
@@ -59,8 +62,15 @@ class Answer(Protocol):
             sizes: (width, height) of the photographs.
         """
 
-    def rows(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> list[dict[str, Any]]:
-        """Make a row for each photograph, from results in host memory.
+    @property
+    def columns(self) -> Any:
+        """The pyarrow.Schema of the rows."""
+
+    def table(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> Any:
+        """Make a pyarrow.RecordBatch with a row for each photograph, from results in host memory.
+
+        The columns are made from whole tensors. Python objects for the numbers of a hundred boxes would take longer
+        than the network.
 
         Raises:
             ModelRunError: a result is not finite.
@@ -78,6 +88,7 @@ class _Begun:
     ended: Any
 
 
+@lru_cache(SIZES)
 def no_change(width: int, height: int) -> Resize:
     """The change of a photograph that keeps its size."""
     return Resize((width, height))
@@ -104,7 +115,7 @@ class PhotographCall:
         batch: int,
         change: Callable[[int, int], Resize] = no_change,
     ) -> None:
-        self._network, self._answer, self._change = network, answer, change
+        self._network, self._answer, self._change = network, answer, lru_cache(SIZES)(change)
         self._device = torch.device(device)
         self._on_gpu = self._device.type == "cuda"
         self._filled_to = batch if self._on_gpu else 0
@@ -117,7 +128,8 @@ class PhotographCall:
 
     def __call__(self, photographs: list[Shown]) -> list[dict[str, Any]]:
         """Compute the rows of photographs, and wait for them."""
-        return self.finish(self.begin(photographs))
+        rows: list[dict[str, Any]] = self.finish(self.begin(photographs)).to_pylist()
+        return rows
 
     @torch.inference_mode()
     def begin(self, photographs: list[Shown]) -> _Begun:
@@ -140,8 +152,8 @@ class PhotographCall:
             ) from error
         return _Begun(photographs, on_host, classes, started, self._now())
 
-    def finish(self, begun: _Begun) -> list[dict[str, Any]]:
-        """Wait for a batch, and return its rows.
+    def finish(self, begun: _Begun) -> Any:
+        """Wait for a batch, and return its rows as a pyarrow.RecordBatch.
 
         Raises:
             ModelRunError: a result is not finite.
@@ -152,7 +164,7 @@ class PhotographCall:
         else:
             self.device_s += begun.ended - begun.started
         count = len(begun.photographs)
-        return self._answer.rows(begun.photographs, [each[:count] for each in begun.results], begun.classes)
+        return self._answer.table(begun.photographs, [each[:count] for each in begun.results], begun.classes)
 
     def warm_up(self, side: int, batch: int) -> None:
         """Run the model once on black images, so that its kernels are compiled and a CUDA graph is captured."""
@@ -172,7 +184,7 @@ class PhotographCall:
         places = [(start, *each.shape[:2]) for start, each in zip(starts, pixels, strict=False)]
         if not all(each.resized for each in photographs):
             changes = [
-                no_change(width, height) if each.resized else self._change(width, height)
+                (no_change if each.resized else self._change)(width, height)
                 for each, (_, height, width) in zip(photographs, places, strict=True)
             ]
             return resized_on_device(whole, places, changes)
@@ -219,26 +231,25 @@ class Classes:
         best = logits.softmax(1).topk(min(self.top, logits.shape[1]))
         return Computed((logits.isfinite().all(1), best.values, best.indices), logits.shape[1])
 
-    def rows(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> list[dict[str, Any]]:
-        """Make rows with the label, name and probability of the most probable class, and lists of the `top` classes."""
-        finite, probabilities, labels = (each.tolist() for each in results)
-        if not all(finite):
+    @property
+    def columns(self) -> Any:
+        """The label, name and probability of the most probable class, and lists of the `top` classes."""
+        pa = load_arrow()
+        best = [("label", pa.int64()), ("name", pa.string()), ("probability", pa.float32())]
+        names, probabilities = pa.list_(pa.string()), pa.list_(pa.float32())
+        return pa.schema([*best, ("labels", pa.list_(pa.int64())), ("names", names), ("probabilities", probabilities)])
+
+    def table(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> Any:
+        finite, probabilities, labels = results  # (B,), (B, top) and (B, top)
+        if not finite.all():
             raise not_finite(CALLED)
-        names = imagenet_names(None, classes)
-        rows = []
-        for of_labels, of_probabilities in zip(labels, probabilities, strict=True):
-            of_names = [names[label] for label in of_labels] if names else [None] * len(of_labels)
-            rows.append(
-                {
-                    "label": of_labels[0],
-                    "name": of_names[0],
-                    "probability": of_probabilities[0],
-                    "labels": of_labels,
-                    "names": of_names,
-                    "probabilities": of_probabilities,
-                }
-            )
-        return rows
+        names = _named(labels, _names(imagenet_names, classes))
+        count, top = labels.shape
+        ends = np.arange(0, top * count + 1, top, dtype=np.int32)
+        first = load_arrow().array(ends[:-1])
+        whole = [_values(labels), names, _values(probabilities)]
+        columns = [*(each.take(first) for each in whole), *(_lists(each, ends) for each in whole)]
+        return load_arrow().RecordBatch.from_arrays(columns, schema=self.columns)
 
 
 @dataclass(frozen=True)
@@ -261,23 +272,52 @@ class Objects:
         counts = (scores >= self.threshold).sum(1)
         return Computed((finite, counts, scores, labels, boxes), logits.shape[-1] - 1)
 
-    def rows(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> list[dict[str, Any]]:
-        """Make rows with the size of a photograph and lists of its objects, best score first."""
-        finite, *parts = results
+    @property
+    def columns(self) -> Any:
+        """The size of a photograph, and lists of its objects, best score first."""
+        pa = load_arrow()
+        numbers, names = pa.list_(pa.int64()), pa.list_(pa.string())
+        size = [("width", pa.int64()), ("height", pa.int64())]
+        boxes = pa.list_(pa.list_(pa.float32()))
+        return pa.schema(
+            [*size, ("labels", numbers), ("names", names), ("scores", pa.list_(pa.float32())), ("boxes", boxes)]
+        )
+
+    def table(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> Any:
+        finite, counts, scores, labels, boxes = results
         if not finite.all():
             raise not_finite(CALLED)
-        names = coco_names(None, classes)
-        rows = []
-        for photograph, count, *part in zip(photographs, *(each.tolist() for each in parts), strict=True):
-            scores, labels, boxes = (each[:count] for each in part)
-            rows.append(
-                {
-                    "width": photograph.size[0],
-                    "height": photograph.size[1],
-                    "labels": labels,
-                    "names": [names[label] or None for label in labels] if names else [None] * count,
-                    "scores": scores,
-                    "boxes": boxes,
-                }
-            )
-        return rows
+        found = torch.arange(scores.shape[1]) < counts[:, None]  # (B, queries)
+        scores, labels, boxes = scores[found], labels[found], boxes[found]  # (objects,), (objects,), (objects, 4)
+        ends = np.concatenate([[0], counts.numpy().cumsum()]).astype(np.int32)
+        edges = _lists(_values(boxes), np.arange(0, boxes.numel() + 1, 4, dtype=np.int32))
+        pa = load_arrow()
+        size = [pa.array([each.size[axis] for each in photographs], pa.int64()) for axis in (0, 1)]
+        names = _named(labels, _names(coco_names, classes))
+        lists = [_lists(each, ends) for each in (_values(labels), names, _values(scores), edges)]
+        return pa.RecordBatch.from_arrays([*size, *lists], schema=self.columns)
+
+
+def _values(tensor: Tensor) -> Any:
+    """The values of a tensor as a one-dimensional Arrow array. The array has its own memory, since the tensor may be
+    pinned."""
+    return load_arrow().array(tensor.numpy().reshape(-1).copy())
+
+
+def _lists(values: Any, ends: Any) -> Any:
+    """An Arrow array of lists of values. List n has the values from ends[n] up to ends[n + 1]."""
+    pa = load_arrow()
+    return pa.ListArray.from_arrays(pa.array(ends), values)
+
+
+@cache
+def _names(names_of: Callable[[None, int], Sequence[str] | None], classes: int) -> Any:
+    """The names of all classes as an Arrow array, null for a class without a known name; None if no name is known."""
+    names = names_of(None, classes)
+    return None if names is None else load_arrow().array([name or None for name in names], load_arrow().string())
+
+
+def _named(labels: Tensor, names: Any) -> Any:
+    """The name of each label as an Arrow array."""
+    pa = load_arrow()
+    return pa.nulls(labels.numel(), pa.string()) if names is None else names.take(_values(labels))

@@ -248,6 +248,20 @@ def to_batch(
     return pa.RecordBatch.from_arrays(arrays, schema=whole), sum(each is not None for each in errors), columns
 
 
+def is_table(results: Any) -> bool:
+    """Whether results are a pyarrow.RecordBatch."""
+    return isinstance(results, load_arrow().RecordBatch)
+
+
+def with_items(items: Sequence[Item], results: Any) -> Any:
+    """Add the fixed columns to results without errors, a pyarrow.RecordBatch with one row per item."""
+    pa = load_arrow()
+    whole = whole_schema(results.schema)
+    fixed = [[item.input for item in items], [item.place for item in items], [None] * len(items)]
+    arrays = [pa.array(values, whole.field(i).type) for i, values in enumerate(fixed)]
+    return pa.RecordBatch.from_arrays([*arrays, *results.columns], schema=whole)
+
+
 def _column(values: list[Any], kind: Any) -> Any:
     """Convert values to a type without loss. For an integer type, 2.0 is converted, but 1.5 and "2" are refused.
 
@@ -312,6 +326,8 @@ def _difference(row: Row, columns: Any) -> str | None:
 def fitted(batch: Any, schema: Any) -> Any:
     """Fit a batch to a schema: add missing columns as null, and give a type to columns that have none."""
     pa = load_arrow()
+    if batch.schema.equals(schema):
+        return batch
     arrays = [
         batch.column(field.name).cast(field.type)
         if field.name in batch.schema.names

@@ -37,8 +37,9 @@ class PipelinedCall(Protocol):
     def begin(self, values: list[Any]) -> Any:
         """Start to compute a batch, without waiting for it."""
 
-    def finish(self, begun: Any) -> Sequence[Any]:
-        """Wait for the results of a batch that `begin` returned. Batches finish in the order of `begin`."""
+    def finish(self, begun: Any) -> Any:
+        """Wait for the results of a batch that `begin` returned: a pyarrow.RecordBatch or a sequence. Batches finish in
+        the order of `begin`."""
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
         """Compute a batch, and wait for its results."""

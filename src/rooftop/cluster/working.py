@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rooftop.cluster.items import Decoding, Item, decoder
-from rooftop.cluster.tables import Failure, Row, joined, row_of, to_batch
+from rooftop.cluster.tables import Failure, Row, is_table, joined, row_of, to_batch, with_items
 from rooftop.cluster.targets import PipelinedCall, Reads, Target
 from rooftop.errors import MissingExtraError
 
@@ -206,10 +206,21 @@ class _Progress:
         Converting a whole chunk at once would take longer than the GPU needs for the batch in progress.
         """
         self.outcomes += outcomes
-        first = self.done
-        if first + len(self.outcomes) < len(self.chunk.items) and len(self.outcomes) < ROWS_AT_ONCE:
+        if self.done + len(self.outcomes) == len(self.chunk.items) or len(self.outcomes) >= ROWS_AT_ONCE:
+            self._convert()
+
+    def add_table(self, results: Any) -> None:
+        """Add the results of the next items: a pyarrow.RecordBatch with the columns in `columns`, and without
+        errors."""
+        self._convert()
+        items = self.chunk.items[self.done : self.done + results.num_rows]
+        self.tables.append(with_items(items, results))
+        self.done += len(items)
+
+    def _convert(self) -> None:
+        if not self.outcomes:
             return
-        items = self.chunk.items[first : first + len(self.outcomes)]
+        items = self.chunk.items[self.done : self.done + len(self.outcomes)]
         table, errors, self.columns = to_batch(items, self.outcomes, self.columns, self.chunk.learn)
         self.tables.append(table)
         self.errors += errors
@@ -302,25 +313,30 @@ class Workshop:
     def _finished(self, batch: _Batch, at: At) -> Iterator[Outcome]:
         """Read the results of a batch. If this completes the batch's chunk, yield the chunk's outcome."""
         progress, chunk, count = batch.progress, batch.progress.chunk, len(batch.decoded)
-        results = batch.begun or []
+        results: Any = [] if batch.begun is None else batch.begun
         if batch.values and self._pipelined is not None:
             with at(chunk, batch.first, count):
                 results = self._called(progress, batch.values, partial(_read, self._pipelined, batch.begun))
         progress.decode_s += sum(each.seconds for each in batch.decoded)
         progress.called += len(batch.values)
-        rows = iter(results)
-        progress.add([each.value if isinstance(each.value, Failure) else next(rows) for each in batch.decoded])
+        if is_table(results) and len(results) == count and results.schema.equals(progress.columns):
+            progress.add_table(results)
+        else:
+            rows = iter(results.to_pylist() if is_table(results) else results)
+            progress.add([each.value if isinstance(each.value, Failure) else next(rows) for each in batch.decoded])
         if progress.complete:
             yield Outcome(
                 progress.table(), progress.errors, progress.columns, progress.done, progress.called,
                 progress.decode_s, progress.call_s, self.worker, self.job.threads, self.job.processes,
             )  # fmt: skip
 
-    def _called(self, progress: _Progress, values: list[Any], call: Callable[[], Sequence[Any]]) -> list[Row | Failure]:
-        """Return the results of a call. If the call raises, retry each value alone."""
+    def _called(self, progress: _Progress, values: list[Any], call: Callable[[], Any]) -> Any:
+        """Return the results of a call: a pyarrow.RecordBatch if the call returns one; if not, a list of rows and
+        failures. If the call raises, retry each value alone."""
         begun, before = time.perf_counter(), self._device_s()
         try:
-            return [row_of(result) for result in call()]
+            results = call()
+            return results if is_table(results) else [row_of(result) for result in results]
         except BaseException as error:
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(error, torch.AcceleratorError):
@@ -334,14 +350,15 @@ class Workshop:
 
     def _alone(self, value: Any) -> Row | Failure:
         (found,) = self._called(_Progress(Chunk(0, []), None), [value], lambda: self.call([value]))
-        return found
+        row: Row | Failure = found
+        return row
 
     def _device_s(self) -> float | None:
         """The device's seconds so far; None if the host's clock measures the calls."""
         return None if self._pipelined is None else self._pipelined.device_s
 
 
-def _read(call: PipelinedCall, begun: Any) -> Sequence[Any]:
+def _read(call: PipelinedCall, begun: Any) -> Any:
     if isinstance(begun, BaseException):
         raise begun
     return call.finish(begun)

@@ -14,9 +14,9 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import PIL
 import torch
 from PIL import Image
 from torch import Tensor
@@ -27,7 +27,6 @@ from rooftop.launch.triton_launch import launch
 ONE_BITS = 22  # a weight of 1 is 2**22
 MOST_VALUES = 2**31 - 1  # values of an image that a kernel counts in int32
 BLOCK, WARPS = 512, 4
-PILLOW = int(PIL.__version__.split(".")[0])
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,11 @@ class Resize:
         return self.interpolation in FILTERS and not self._columns_first(width, height)
 
     def _columns_first(self, width: int, height: int) -> bool:
-        """Whether Pillow resizes columns before rows. Pillow 13 does so if the height loses more than twice as many
-        pixels as the width."""
+        """Whether a version of Pillow resizes columns before rows, which rounds differently. Pillow 13 does so if the
+        height loses more than twice as many pixels as the width; Pillow 12.2, if the height shrinks and is more than
+        100 times the width."""
         less = height - self.size[1]
-        return PILLOW >= 13 and less > 0 and less > 2 * (width - self.size[0])
+        return less > 0 and (less > 2 * (width - self.size[0]) or height > 100 * width)
 
     def by_pillow(self, image: Image.Image) -> Image.Image:
         """Resize and crop an image on the CPU."""
@@ -89,51 +89,6 @@ def resized_on_device(
     """
     from rooftop.media import pillow_resize_kernels as kernels
 
-    _check(pixels, photographs, changes)
-    tables: list[np.ndarray] = []
-    places: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
-    end_of_tables = 0
-
-    def placed(*axis: object) -> tuple[int, int, int, int]:
-        """Add the table of an axis. Return the table's place and its weights per result, and the first pixel that
-        contributes to a result and the number of pixels up to the last one."""
-        nonlocal end_of_tables
-        if axis not in places:
-            table, first, count = _table(*axis)  # type: ignore[arg-type]
-            places[axis] = end_of_tables, table.shape[1] - 1, first, count
-            tables.append(table.reshape(-1))
-            end_of_tables += table.size
-        return places[axis]
-
-    entries = np.empty((len(photographs), kernels.ENTRIES.value), np.int64)
-    between = out = most_between = most_out = 0
-    for entry, (start, height, width), change in zip(entries, photographs, changes, strict=True):
-        left, top, right, bottom = change.box or (0, 0, *change.size)
-        across = placed(width, change.size[0], left, right - left, change.interpolation)
-        down = placed(height, change.size[1], top, bottom - top, change.interpolation)
-        start += 3 * (down[2] * width + across[2])
-        entry[:] = start, 3 * width, down[3], right - left, *across[:2], bottom - top, *down[:2], between, out
-        between += down[3] * (right - left) * 3
-        out += (bottom - top) * (right - left) * 3
-        most_between = max(most_between, down[3] * (right - left))
-        most_out = max(most_out, (bottom - top) * (right - left) * 3)
-    on_device = [_moved(each, pixels.device) for each in (entries, np.concatenate(tables))]
-    rows = torch.empty(between, dtype=torch.uint8, device=pixels.device)
-    results = torch.empty(out, dtype=torch.uint8, device=pixels.device)
-    for kernel, source, to, most in (
-        (kernels.resize_across, pixels, rows, most_between),
-        (kernels.resize_down, rows, results, most_out),
-    ):
-        grid = (-(-most // BLOCK), len(photographs))
-        launch(kernel, grid, pixels.device, source, *on_device, to, BLOCK=BLOCK, num_warps=WARPS)
-    sizes = [change.result[::-1] for change in changes]
-    if len(set(sizes)) == 1:
-        return [results.view(len(sizes), *sizes[0], 3)]
-    parts = results.split([3 * height * width for height, width in sizes])
-    return [part.view(1, *size, 3) for part, size in zip(parts, sizes, strict=True)]
-
-
-def _check(pixels: Tensor, photographs: Sequence[tuple[int, int, int]], changes: Sequence[Resize]) -> None:
     if pixels.dim() != 1 or pixels.dtype != torch.uint8 or not pixels.is_contiguous():
         raise InputError(
             f"pixels have shape {tuple(pixels.shape)}, dtype {pixels.dtype} and strides {pixels.stride()}: expected "
@@ -144,27 +99,94 @@ def _check(pixels: Tensor, photographs: Sequence[tuple[int, int, int]], changes:
             f"got {len(photographs)} photographs and {len(changes)} changes: expected one change for each of at least "
             "one photograph"
         )
-    for (start, height, width), change in zip(photographs, changes, strict=True):
-        values = 3 * height * width
-        if height < 1 or width < 1 or start < 0 or start + values > len(pixels):
-            raise InputError(
-                f"a photograph of {width} x {height} pixels starts at byte {start}: expected one that lies inside the "
-                f"{len(pixels):,} bytes of pixels"
-            )
-        if min(*change.size, *change.result) < 1:
-            raise InputError(f"{change}: expected a size and a box of at least 1 x 1 pixel")
-        if not change.runs_on_device(width, height):
-            names = " or ".join(each.name for each in FILTERS)
-            raise InputError(
-                f"{change} of {width} x {height} pixels: expected the filter {names}, and a size for which Pillow "
-                "resizes rows first; use Resize.by_pillow"
-            )
-        rows = 3 * height * change.result[0]
-        if max(values, rows, 3 * math.prod(change.result)) > MOST_VALUES:
-            raise InputError(
-                f"a photograph of {width} x {height} pixels, resized to {change.result[0]} x {change.result[1]}, has "
-                "2**31 values or more: resize it by Pillow"
-            )
+    tables = _Tables()
+    kinds: dict[tuple[int, int, Resize], int] = {}  # most photographs of a batch have the same size
+    kind_of = [
+        kinds.setdefault((height, width, change), len(kinds))
+        for (_, height, width), change in zip(photographs, changes, strict=True)
+    ]
+    starts = np.array([start for start, _, _ in photographs])
+    values = np.array([3 * height * width for height, width, _ in kinds])
+    outside = (starts < 0) | (starts + values[kind_of] > len(pixels))
+    if outside.any():
+        start, height, width = photographs[int(outside.argmax())]
+        raise InputError(
+            f"a photograph of {width} x {height} pixels starts at byte {start}: expected one that lies inside the "
+            f"{len(pixels):,} bytes of pixels"
+        )
+    entries = np.array([tables.entry(*kind) for kind in kinds])[kind_of]
+    entries[:, kernels.START.value] += starts
+    rows = 3 * entries[:, kernels.ROWS.value] * entries[:, kernels.WIDTH.value]  # bytes of each photograph
+    results = 3 * entries[:, kernels.HEIGHT.value] * entries[:, kernels.WIDTH.value]
+    ends_of_rows, ends = rows.cumsum(), results.cumsum()
+    entries[:, kernels.BETWEEN.value], entries[:, kernels.OUT.value] = ends_of_rows - rows, ends - results
+    device = pixels.device
+    on_device = [_moved(each, device) for each in (entries, np.concatenate(tables.tables))]
+    between = torch.empty(int(ends_of_rows[-1]), dtype=torch.uint8, device=device)
+    out = torch.empty(int(ends[-1]), dtype=torch.uint8, device=device)
+    for kernel, source, to, most in (
+        (kernels.resize_across, pixels, between, int(rows.max()) // 3),
+        (kernels.resize_down, between, out, int(results.max())),
+    ):
+        grid = (-(-most // BLOCK), len(photographs))
+        launch(kernel, grid, device, source, *on_device, to, BLOCK=BLOCK, num_warps=WARPS)
+    sizes = [change.result[::-1] for change in changes]
+    if len(set(sizes)) == 1:
+        return [out.view(len(sizes), *sizes[0], 3)]
+    parts = out.split(results.tolist())
+    return [part.view(1, *size, 3) for part, size in zip(parts, sizes, strict=True)]
+
+
+class _Tables:
+    """The weights that a batch needs. Each axis is there once.
+
+    Attributes:
+        tables: the weights, in the order of their places.
+    """
+
+    def __init__(self) -> None:
+        self.tables: list[np.ndarray] = []
+        self._places: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
+        self._end = 0
+
+    def entry(self, height: int, width: int, change: Resize) -> list[int]:
+        """A row of the kernels' table of photographs, with places that are counted from 0."""
+        _check(height, width, change)
+        left, top, right, bottom = change.box or (0, 0, *change.size)
+        column_table, column_taps, column, _ = self._placed(
+            width, change.size[0], left, right - left, change.interpolation
+        )
+        row_table, row_taps, row, rows = self._placed(height, change.size[1], top, bottom - top, change.interpolation)
+        start = 3 * (row * width + column)
+        across = [start, 3 * width, rows, right - left, column_table, column_taps]
+        return [*across, bottom - top, row_table, row_taps, 0, 0]
+
+    def _placed(self, *axis: Any) -> tuple[int, int, int, int]:
+        """The place of an axis's weights, the number of weights per result, the first pixel that contributes to a
+        result, and the number of pixels up to the last one."""
+        if axis not in self._places:
+            table, first, count = _table(*axis)
+            self._places[axis] = self._end, table.shape[1] - 1, first, count
+            self.tables.append(table.reshape(-1))
+            self._end += table.size
+        return self._places[axis]
+
+
+def _check(height: int, width: int, change: Resize) -> None:
+    if min(height, width, *change.size, *change.result) < 1:
+        raise InputError(f"{change} of {width} x {height} pixels: expected sizes of at least 1 x 1 pixel")
+    if not change.runs_on_device(width, height):
+        names = " or ".join(each.name for each in FILTERS)
+        raise InputError(
+            f"{change} of {width} x {height} pixels: expected the filter {names}, and a size for which Pillow resizes "
+            "rows first; use Resize.by_pillow"
+        )
+    most = max(3 * height * width, 3 * height * change.result[0], 3 * math.prod(change.result))
+    if most > MOST_VALUES:
+        raise InputError(
+            f"a photograph of {width} x {height} pixels, resized to {change.result[0]} x {change.result[1]}, has 2**31 "
+            "values or more: resize it by Pillow"
+        )
 
 
 def _moved(table: np.ndarray, device: torch.device) -> Tensor:
