@@ -51,7 +51,7 @@ from rooftop.hardware.page_faults import keep_memory
 
 COPIED_SLOTS, LENT_SLOTS = 2, 4  # slots per process; each running task uses one of them
 COPIED_BYTES, LENT_BYTES = 256 << 20, 96 << 20  # bytes of each of these slots; only written pages take memory
-SPARE = 1.25  # number of a slot's bytes that are pinned, as a multiple of the size of the slot's first contents
+SPARE = 1.25  # number of bytes to pin in a slot, as a multiple of the bytes that its present contents occupy
 PAGE = 4096
 TASK_S = 0.04  # seconds of work in a task; the worker's thread waits for the GIL several times for each task
 TASK_BYTES = 48 << 20  # approximate bytes of a task's tensors
@@ -94,7 +94,7 @@ class _Arena:
     """The memory that a decoding process shares with the worker.
 
     Attributes:
-        free: slots to lend whose earlier tensors are all freed.
+        free: the slots that can be lent now: all tensors that used them before are freed.
     """
 
     def __init__(self) -> None:
@@ -112,11 +112,11 @@ class _Arena:
         return [np.frombuffer(memory, np.uint8, size, first) for first, size in map(_place, range(len(_all_slots())))]
 
     def read(self, slot: int, size: int) -> Any:
-        """The first bytes of a slot, from which tensors are copied."""
+        """The first `size` bytes of a slot, from which tensors are copied."""
         return np.frombuffer(self._memory, np.uint8, size, _place(slot)[0])
 
     def lend(self, slot: int, size: int) -> Any:
-        """Lend the first bytes of a slot to tensors. The slot becomes free when the last of these tensors is freed."""
+        """Lend the first `size` bytes of a slot to tensors. The slot becomes free when its last tensor is freed."""
         bytes_ = (ctypes.c_char * size).from_buffer(self._memory, _place(slot)[0])
         weakref.finalize(bytes_, self.free.append, slot).atexit = False
         return bytes_
@@ -294,7 +294,7 @@ class Decoders:
                 most = max(self._least_ahead, AHEAD * TASKS_OF_A_PROCESS * self.count * self._usual())
                 full = ahead >= most or self._bytes + self._flying * self._size >= MOST_BYTES
                 self._paused = full and (self._flying > 0 or self._first in self._found)
-                if self._paused:  # never pause before the next item to take is decoded or in work
+                if self._paused:  # only if the next item to take is decoded, or a process is at work
                     return
             process = self._freest()
             if process is None:
@@ -345,7 +345,8 @@ class Decoders:
             process.connection.send((slot, [each.item for each in task]))
 
     def _slot(self, process: _Process, items: int) -> int:
-        """Choose a slot for a task: a slot to lend, if the task's tensors surely fit there."""
+        """Choose a slot for a task: a slot to lend if the task's tensors surely fit there, otherwise a slot from which
+        tensors are copied."""
         if self._lends and 0 < 2 * self._size * items <= LENT_BYTES and process.arena.free:
             return process.arena.free.popleft()
         used = [slot for slot, _ in process.tasks]
@@ -527,7 +528,7 @@ class _Lending(_Reader):
 class _Copying(_Reader):
     """An unpickler that copies tensors out of a slot.
 
-    In pinned memory, the tensors of a task are parts of one copy. A copy for each tensor would be slower: each copy
+    If memory is pinned, all tensors of a task are copied together. A copy for each tensor would be slower: each copy
     releases the GIL, and waits for the GIL again while the worker's main thread computes. Tensors that are not pinned
     may go to functions of users, which may keep or save one of them. So each unpinned tensor has its own memory.
     """

@@ -217,7 +217,8 @@ class Loader:
                 self._close(way)
 
     def _timed(self, way: Way, trial: str | None, epoch: int, numbers: range) -> Iterator[tuple[Made, Copied]]:
-        """Make batches. In a trial, record the time from the first task to the last piece of a batch."""
+        """Make batches. In a trial, also record the seconds per batch: the time from the first task to the end of the
+        last batch, divided by the number of batches. "here" is timed on the last batch alone."""
         began = last = time.monotonic()
         begun = 0
         for done in range(len(numbers)):

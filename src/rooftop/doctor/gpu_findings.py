@@ -80,7 +80,7 @@ def driver_part(part: str) -> Finding:
 def _no_driver(part: str, driver: DriverAnswer, built: str) -> Finding:
     if driver.code == LIBRARIES_DIFFER:  # the driver was updated, but its old kernel module is still loaded
         return Finding(
-            part, "broken", driver.error, "the versions of its libraries and its kernel module differ", _restart()
+            part, "broken", driver.error, "the driver's libraries and kernel module differ in version", _restart()
         )
     seen = _gpus_in_machine()
     if seen:

@@ -20,7 +20,7 @@ from rooftop.ladder.nearest import Array
 
 MOST = 16  # largest number of processes: more would show nothing new
 JOIN_S = 10.0
-ANSWER_S = 120.0  # seconds to wait for a queue, since a dead worker never answers
+ANSWER_S = 120.0  # maximum seconds to wait for a result in a queue, since a dead worker never sends one
 SERVER = "forkserver"
 
 

@@ -5,7 +5,7 @@
 | a failure that another rank has reported | from the store | 0.2 s |
 | the end of a rank's process on this machine | /proc | 0.2 s |
 | a rank on this machine that a signal has stopped | /proc | `STOPPED_S` |
-| a machine (or a rank alone on a machine) without a sign of life | its ranks' counts in the store | `SILENT_S` |
+| another machine whose ranks send no heartbeats | the ranks' heartbeat counts in the store | `SILENT_S` |
 | the end of the launcher that started this rank | the parent's PID | 0.2 s |
 | SIGTERM, which the launcher sends to all ranks when one has ended | `rooftop.parallel.terminations` | 0.2 s |
 | ranks that wait for a live rank | flight recorders and reported activity | `NOTE_S`: a note; `timeout_s`: a failure |
