@@ -5,9 +5,9 @@
     decoders.notify()             # more() may have items now
     decoders.take(64)             # the next items, in order
 
-The worker forks the processes before it uses its GPU, so they start at once. Each process has at most two tasks of a
-few items each. A decoding process writes decoded tensors into a slot of memory that it shares with the worker, and
-sends all other values through a pipe. A thread of the worker reads the results and hands out new tasks.
+The worker forks the decoding processes before it uses its GPU. A forked process starts at once. Each process has at
+most two tasks of a few items each. A decoding process writes decoded tensors into a slot of memory that it shares with
+the worker, and sends all other values through a pipe. A thread of the worker reads the results and hands out new tasks.
 
 The worker's tensors are views of this memory, without a copy, and a GPU reads pinned slots directly. A slot is used
 again once all of its tensors are freed. If no slot is free, a task uses one of two other slots of the process, from
@@ -446,7 +446,7 @@ def _work(connection: Connection, arena: _Arena, decode: Callable[[Item], Any], 
     os.nice(NICE)
     keep_memory()
     slots = arena.slots()
-    # Close the worker's pipes, since the worker's parent notices its end only if no other process has them open.
+    # Close the worker's pipes: the worker's parent notices the worker's end only if no other process has them open.
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, MOST_FILES)
     threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
@@ -529,8 +529,8 @@ class _Copying(_Reader):
     """An unpickler that copies tensors out of a slot.
 
     If memory is pinned, all tensors of a task are copied together. A copy for each tensor would be slower: each copy
-    releases the GIL, and waits for the GIL again while the worker's main thread computes. Tensors that are not pinned
-    may go to functions of users, which may keep or save one of them. So each unpinned tensor has its own memory.
+    releases the GIL, and waits for the GIL again while the worker's main thread computes. Unpinned tensors may
+    be passed to a user's function, which may keep or save one of them. So each unpinned tensor has its own memory.
     """
 
     def __init__(self, content: bytes, slot: Any, pinned: bool) -> None:

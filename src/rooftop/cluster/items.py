@@ -88,7 +88,7 @@ class Damage(NamedTuple):
     """The reason why an item cannot be read, which replaces the item's content.
 
     Attributes:
-        rest: whether the later items of the file cannot be read either, so that they have no items of their own.
+        rest: whether the rest of the file cannot be read either, so that this is the last item of the file.
     """
 
     why: str

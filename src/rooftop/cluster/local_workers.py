@@ -274,8 +274,8 @@ class _Worker:
             self.connection.send(None)
 
     def stuck(self, timeout_s: float | None) -> tuple[int, int, int] | None:
-        """If items have exceeded the time limit, return (number of their chunk, index of the first of them in the
-        chunk, number of them); otherwise None."""
+        """Return (chunk number, first, count) if the items [first, first + count) of a chunk have exceeded the time
+        limit; otherwise None."""
         number, first, count, since = self.status
         late = timeout_s is not None and since > 0 and time.monotonic() - since > timeout_s
         return (int(number), int(first), int(count)) if late and self.status[3] == since else None

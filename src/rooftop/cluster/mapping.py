@@ -435,7 +435,7 @@ class _Run:
         self.show(what)
 
     def _settle(self) -> None:
-        """Fix the columns and types that are known, and add the results that waited for them."""
+        """Make the known columns and types final, and add the results that have waited for this."""
         if self._final:
             return
         if self._unsettled:

@@ -57,7 +57,7 @@ class Headspace:
     """The measurements.
 
     Attributes:
-        rows: stages in their order.
+        rows: the measured stages, in the order of `STAGES`.
         workers: number of workers in the loader and in the stages before collate.
         loading: a text that describes how the loader made batches.
         bounds: name of the slowest stage, which bounds the speed of the training.

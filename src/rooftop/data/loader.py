@@ -197,8 +197,8 @@ class Loader:
             raise InputError(f"none of {len(self.skipped) - skipped} samples can be read: {self.skipped[-1].reason}")
 
     def _some(self, trial: str | None, epoch: int, start: int, end: int) -> Iterator[LoadedBatch]:
-        """If `trial` names a way of making batches, yield only the few batches that time it, from batch `start` on. If
-        `trial` is None, yield all batches from `start` to `end - 1` in the chosen way.
+        """If `trial` names a way of making batches, time this way: make and yield only a few batches, from batch
+        `start` on. If `trial` is None, yield all batches from `start` to `end - 1` in the chosen way.
         """
         name = trial or self._choice.chosen
         assert name is not None

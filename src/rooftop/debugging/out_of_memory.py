@@ -171,7 +171,7 @@ def explain_memory(
 
 
 def memory_error_in_words(error: BaseException) -> str | None:
-    """The beginning of the message of an out-of-memory error on a GPU or CPU; None for any other error."""
+    """The beginning of an out-of-memory error's message, for errors on a GPU or CPU; None for any other error."""
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(str(error).split(". ")[:2]).split("\n")[0].rstrip(".") or type(error).__name__
     if isinstance(error, MemoryError):

@@ -251,7 +251,7 @@ def _rule(name: str, rules: Sequence[tuple[str, Init]]) -> Init:
 
 
 def _local_shape(name: str, tensor: Tensor, box: Boxes | None) -> tuple[int, ...]:
-    """The local shape of a tensor that has the shape of its boxes or of the whole tensor."""
+    """The shape of this rank's part of a tensor. The given tensor has the shape of the part or of the whole tensor."""
     boxes = _listed(box)
     shape = tuple(tensor.shape)
     if not boxes or sum(math.prod(each.size) for each in boxes) == tensor.numel():

@@ -265,7 +265,7 @@ def _checked_seconds(
     if missing:
         raise ValueError(
             f"simulate: the schedule {schedule.name} has instructions of the kinds {', '.join(sorted(missing))}, but "
-            f"their seconds are missing: give the seconds of each kind that the schedule uses, out of {kinds}"
+            f"their seconds are missing: give the seconds of each kind that the schedule uses; the kinds are {kinds}"
         )
     by_kind = dict(seconds)
     return lambda each: by_kind[each.kind]

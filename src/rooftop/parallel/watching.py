@@ -72,8 +72,8 @@ TELLING_S = 1.0
 for.
 """
 ARRIVING_S = 0.6
-"""A rank that is asked what it waits for, while it waits for nothing, answers after this many seconds, since it may
-soon wait for the failed rank.
+"""A rank that waits for nothing delays its answer by this many seconds if it is asked what it waits for. In this time,
+it may begin to wait for the failed rank.
 """
 PLACE_S = 0.4
 """Seconds between a rank's reports of its current activity, if the activity has changed."""

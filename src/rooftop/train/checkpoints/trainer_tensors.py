@@ -83,7 +83,7 @@ def shards_here(trainer: GptTrainer) -> dict[str, Shard]:
 
 @torch.no_grad()
 def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
-    """Load a trainer's weights, moments and step counts from a checkpoint to its device.
+    """Load a trainer's weights, moments and step counts from a checkpoint, onto the trainer's device.
 
     Raises:
         InputError: a tensor is missing, damaged or of another model.
