@@ -356,7 +356,7 @@ def _json_rows(source: str) -> Iterator[tuple[int, Any]]:
 def _json_row(line: bytes) -> dict[str, Any] | Damage:
     try:
         row = json.loads(line, object_pairs_hook=_json_object)
-        # a quick check first, because `_is_deeper` for each row would take most of the time of reading
+        # a quick check first, because `_is_deeper` for each row would take most of the reading time
         brackets = line.count(b"[") + line.count(b"{")
         deep = brackets > MOST_LEVELS and _is_deeper(row, MOST_LEVELS)
     except ValueError as error:

@@ -27,7 +27,7 @@ SERVER = "forkserver"
 def context() -> BaseContext:
     """The start method of the processes. The start method is never fork, which copies locks that other threads hold.
 
-    A fork server, if the system has one, imports once the modules that all workers need.
+    A fork server, if the system has one, imports the modules that all workers need, once.
     """
     if SERVER not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")

@@ -303,7 +303,7 @@ class _Group:
             *self._lengths,
             *(0.0, self.causal, False),
             scale=scale,
-        )  # (T, H, D), (H, T)
+        )  # part (T, H, D), part_lse (H, T)
         rows, row_lse = _flat(out), lse.transpose(1, 2).flatten(0, 1)
         if not self.causal:
             at = self._query_index

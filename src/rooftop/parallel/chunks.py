@@ -1,4 +1,4 @@
-"""The positions of a sequence that a rank holds: some of the sequence's equal chunks.
+"""The positions of a sequence that a rank holds. A sequence is cut into equal chunks, and each rank holds some of them.
 
     Chunks.zigzag(16, index=1, count=2)          positions 4 to 7 and 8 to 11 of 16
     Chunks.whole(16).part(index=1, count=4)      positions 4 to 7
