@@ -107,7 +107,7 @@ def test_tensors_are_the_shared_memory_until_they_are_freed(monkeypatch: pytest.
     lent: list[int] = []
     lend = decoders_module._Arena.lend
     monkeypatch.setattr(
-        decoders_module._Arena, "lend", lambda arena, slot, size: (lent.append(slot), lend(arena, slot, size))[1]
+        decoders_module._Arena, "lend", lambda arena, slot, *rest: (lent.append(slot), lend(arena, slot, *rest))[1]
     )
     with decoding(lambda item: torch.full((1000,), int(item.input)), 2000) as made:
         kept = [made.take(1)[0].value for _ in range(300)]

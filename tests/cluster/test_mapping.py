@@ -302,7 +302,7 @@ def test_an_interrupted_run_keeps_what_is_done_and_ends_its_workers(workers: Wor
         )
     assert not workers()
     there = len(pq.read_table("out.parquet"))
-    assert said[-1] == f"{there} rows in out.parquet; the same call continues"
+    assert said[-1] == f"{there} rows in out.parquet; the same call continues the run"
     assert 30 <= there < 100
     report, rows = mapped("my.py:slow", ["lines.txt"])
     assert (report.before, report.items) == (there, 100 - there)

@@ -194,9 +194,9 @@ def test_what_is_wrong_is_said() -> None:
         (lambda: Packing(8, (Chunks.whole(8), Chunks.whole(8))), "must hold each of the 8 positions once"),
         (lambda: Packing(8, (Chunks(8, 2, (0,)), Chunks(8, 2, (1,)))), "must hold each of the 8 positions once"),
         (lambda: Packing(8, (Chunks.whole(4),)), "must hold each of the 8 positions once"),
-        (lambda: Chunks.zigzag(8, 3, 1), "expected part 0 to 0 of one or more parts, got 3 of 1"),
-        (lambda: Chunks.whole(8).part(-1, 4), "expected part 0 to 3 of one or more parts, got -1 of 4"),
-        (lambda: Chunks.zigzag(8, 0, 0), "got 0 of 0"),
+        (lambda: Chunks.zigzag(8, 3, 1), "index from 0 to count - 1, got index=3 and count=1"),
+        (lambda: Chunks.whole(8).part(-1, 4), "index from 0 to count - 1, got index=-1 and count=4"),
+        (lambda: Chunks.zigzag(8, 0, 0), "got index=0 and count=0"),
         (lambda: Chunks.whole(8).of(torch.zeros(2, 9), 1), r"expected a tensor with all 8 positions .* got \(2, 9\)"),
         (lambda: Documents(8, [[(0, 8)]]), "expected a tuple of .* pairs of ints for each sequence"),  # type: ignore[arg-type]
         (lambda: Documents.of_tokens(torch.zeros(1, 4), 0.5), r"must be a token \(an int\), got 0.5"),  # type: ignore[arg-type]

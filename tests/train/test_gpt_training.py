@@ -376,7 +376,7 @@ def test_a_replay_refuses_other_shapes() -> None:
         assert doubled.captured == (number > 0)
     with pytest.raises(ValueError, match=r"captured with \(3,\) torch.int64, got \(1,\) torch.int64"):
         doubled(torch.ones(1, dtype=torch.int64))
-    for wrong, words in (([torch.ones(3)], r"got \(3,\) torch.float32:"), ([], "got nothing: call it with the same")):
+    for wrong, words in (([torch.ones(3)], r"got \(3,\) torch.float32:"), ([], "got nothing: give inputs with")):
         with pytest.raises(ValueError, match=words):
             doubled(*wrong)
     leaf = torch.ones(3, requires_grad=True)

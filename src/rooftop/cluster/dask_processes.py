@@ -35,7 +35,7 @@ def division_beside(job: Job, device: str, threads: int) -> Division | None:
     """The cores and GPU that the process uses; None if the Dask worker does the work itself.
 
     Args:
-        threads: number of the Dask worker's threads: the number of cores that the user gave the worker.
+        threads: number of threads of the Dask worker, which is the number of cores that the user gave the worker.
     """
     if device != "cuda" or threads < 2 or job.decoding.kind not in DECODED:
         return None

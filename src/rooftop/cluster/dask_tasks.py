@@ -1,4 +1,4 @@
-"""The task that a Dask worker runs. The task finds the worker's job, which then computes one chunk of items."""
+"""The task that a Dask worker runs: find the job that the worker has received, and compute one chunk of items."""
 
 from __future__ import annotations
 

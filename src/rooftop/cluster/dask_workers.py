@@ -2,8 +2,8 @@
 
 Each worker gets the job and its model once, as a Dask plugin; new workers get both when they join. Chunks are tasks,
 two per worker. If a worker is lost, Dask repeats its tasks on another worker. If several workers died with a task, Dask
-reports the task as failed, and `map_items` repeats its chunk item by item. If the scheduler goes away, this process
-tries to reconnect for a while. A new scheduler at the same address gets the job and the chunks again.
+reports the task as failed, and `map_items` repeats the task's chunk item by item. If the scheduler goes away, this
+process tries to reconnect for a while. A new scheduler at the same address gets the job and the chunks again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DaskWorkers:
     """The workers of the Dask scheduler at an address.
 
     Args:
-        device: "cpu", "cuda" or "auto", for Rooftop's own models. A user's callable chooses its device itself.
+        device: "cpu", "cuda" or "auto", for Rooftop's own models. A user's callable chooses its own device.
         say: called with a line of text when the scheduler is gone or has no workers.
         reconnect_s: seconds to wait for a lost scheduler. None: two minutes.
 

@@ -5,9 +5,9 @@
     decoders.notify()             # more() may have items now
     decoders.take(64)             # the next items, in order
 
-The worker forks the processes before it uses its GPU, so they start at once. Each process has at most two tasks of a
-few items each. A decoding process writes decoded tensors into a slot of memory that it shares with the worker, and
-sends all other values through a pipe. A thread of the worker reads the results and hands out new tasks.
+The worker forks the decoding processes before it uses its GPU. A forked process starts at once. Each process has at
+most two tasks of a few items each. A decoding process writes decoded tensors into a slot of memory that it shares with
+the worker, and sends all other values through a pipe. A thread of the worker reads the results and hands out new tasks.
 
 The worker's tensors are views of this memory, without a copy, and a GPU reads pinned slots directly. A slot is used
 again once all of its tensors are freed. If no slot is free, a task uses one of two other slots of the process, from
@@ -55,7 +55,7 @@ from rooftop.hardware.page_faults import keep_memory
 
 COPIED_SLOTS, LENT_SLOTS = 2, 4  # slots per process; each running task uses one of them
 COPIED_BYTES, LENT_BYTES = 256 << 20, 96 << 20  # bytes of each of these slots; only written pages take memory
-SPARE = 1.25  # number of a slot's bytes that are pinned, as a multiple of the size of the slot's first contents
+SPARE = 1.25  # number of bytes to pin in a slot, as a multiple of the bytes that its present contents occupy
 PAGE = 4096
 TASK_S = 0.04  # seconds of work in a task; the worker's thread waits for the GIL several times for each task
 TASK_BYTES = 48 << 20  # approximate bytes of a task's tensors
@@ -98,7 +98,7 @@ class _Arena:
     """The memory that a decoding process shares with the worker.
 
     Attributes:
-        free: slots to lend whose earlier tensors are all freed.
+        free: the slots that can be lent now: all tensors that used them before are freed.
         freed: pinned slots whose tensors a function of the user has freed. The GPU may still read them.
     """
 
@@ -118,11 +118,11 @@ class _Arena:
         return [np.frombuffer(memory, np.uint8, size, first) for first, size in map(_place, range(len(_all_slots())))]
 
     def read(self, slot: int, size: int) -> Any:
-        """The first bytes of a slot, from which tensors are copied."""
+        """The first `size` bytes of a slot, from which tensors are copied."""
         return np.frombuffer(self._memory, np.uint8, size, _place(slot)[0])
 
     def lend(self, slot: int, size: int, free: deque[int]) -> Any:
-        """Lend the first bytes of a slot to tensors. When the last of these tensors is freed, the slot is added to
+        """Lend the first `size` bytes of a slot to tensors. When its last tensor is freed, the slot is added to
         `free`."""
         bytes_ = (ctypes.c_char * size).from_buffer(self._memory, _place(slot)[0])
         weakref.finalize(bytes_, free.append, slot).atexit = False
@@ -200,6 +200,7 @@ class Decoders:
         self._most_of_a_task = 1 if alone else CLIPS_OF_A_TASK if in_runs else TASK_ITEMS
         self._least_ahead, self._pinned, self._lends = least_ahead, False, True
         self._uses_gpu: Callable[[], bool] = lambda: False
+        self._may_pin = True  # False: the system allows no more pinned memory
         self._to_pin = deque[tuple[_Arena, int, int]]()  # arena, slot, bytes
         self._more: Callable[[], Sequence[Item] | None] = lambda: None
         self._waiting: deque[_Waiting] = deque()
@@ -281,8 +282,8 @@ class Decoders:
         """Pin slots that were read since the last call, and free slots once the GPU has read them."""
         while self._to_pin:
             arena, slot, size = self._to_pin.popleft()
-            if not arena.pinned(slot) and not arena.pin(slot, size):
-                self._uses_gpu = lambda: False  # the system allows no more pinned memory
+            if self._may_pin and not arena.pinned(slot):
+                self._may_pin = arena.pin(slot, size)
         if any(each.arena.freed and not each.arena.free for each in self._processes):
             arenas = [each.arena for each in self._processes]
             freed = [(arena, arena.freed.popleft()) for arena in arenas for _ in range(len(arena.freed))]
@@ -332,7 +333,7 @@ class Decoders:
                 most = max(self._least_ahead, AHEAD * TASKS_OF_A_PROCESS * self.count * self._usual())
                 full = ahead >= most or self._bytes + self._flying * self._size >= MOST_BYTES
                 self._paused = full and (self._flying > 0 or self._first in self._found)
-                if self._paused:  # never pause before the next item to take is decoded or in work
+                if self._paused:  # only if the next item to take is decoded, or a process is at work
                     return
             process = self._freest()
             if process is None:
@@ -383,7 +384,8 @@ class Decoders:
             process.connection.send((slot, [each.item for each in task]))
 
     def _slot(self, process: _Process, items: int) -> int:
-        """Choose a slot for a task: a slot to lend, if the task's tensors surely fit there."""
+        """Choose a slot for a task: a slot to lend if the task's tensors surely fit there, otherwise a slot from which
+        tensors are copied."""
         if self._lends and 0 < 2 * self._size * items <= LENT_BYTES and process.arena.free:
             return process.arena.free.popleft()
         used = [slot for slot, _ in process.tasks]
@@ -433,9 +435,10 @@ class Decoders:
         if not size:
             return _Reader(content)
         if not self._uses_gpu():
-            return _Lending(content, arena.lend(slot, size, arena.freed if arena.pinned(slot) else arena.free))
+            return _Lending(content, arena.lend(slot, size, arena.free))
         if not arena.pinned(slot):
-            self._to_pin.append((arena, slot, min(LENT_BYTES, 2 * size)))
+            if self._may_pin:
+                self._to_pin.append((arena, slot, min(LENT_BYTES, 2 * size)))
         elif arena.pinned(slot) < size:  # CUDA refuses to copy memory that is pinned only in part
             return _Copying(content, arena.read(slot, size), False)
         return _Lending(content, arena.lend(slot, size, arena.freed))
@@ -490,7 +493,7 @@ def _work(connection: Connection, arena: _Arena, decode: Callable[[Item], Any], 
     os.nice(NICE)
     keep_memory()
     slots = arena.slots()
-    # Close the worker's pipes, since the worker's parent notices its end only if no other process has them open.
+    # Close the worker's pipes: the worker's parent notices the worker's end only if no other process has them open.
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, MOST_FILES)
     threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
@@ -572,9 +575,9 @@ class _Lending(_Reader):
 class _Copying(_Reader):
     """An unpickler that copies tensors out of a slot.
 
-    In pinned memory, the tensors of a task are parts of one copy. A copy for each tensor would be slower: each copy
-    releases the GIL, and waits for the GIL again while the worker's main thread computes. Tensors that are not pinned
-    may go to functions of users, which may keep or save one of them. So each unpinned tensor has its own memory.
+    If memory is pinned, all tensors of a task are copied together. A copy for each tensor would be slower: each copy
+    releases the GIL, and waits for the GIL again while the worker's main thread computes. Unpinned tensors may
+    be passed to a user's function, which may keep or save one of them. So each unpinned tensor has its own memory.
     """
 
     def __init__(self, content: bytes, slot: Any, pinned: bool) -> None:

@@ -88,7 +88,7 @@ class Damage(NamedTuple):
     """The reason why an item cannot be read, which replaces the item's content.
 
     Attributes:
-        rest: whether the later items of the file cannot be read either, so that they have no items of their own.
+        rest: whether the rest of the file cannot be read either, so that this is the last item of the file.
     """
 
     why: str
@@ -99,8 +99,8 @@ class Item(NamedTuple):
     """One item, whose decoded value is passed to the target.
 
     Attributes:
-        input: the item's file, as given; `place`: its line, row or first frame in the file, from 0, or None for a whole
-            file.
+        input: the item's file, as given.
+        place: the item's line, row or first frame in the file, from 0; None if the item is the whole file.
         source: the absolute path of the file.
         content: the line or row of text and row items; `Damage` for an unreadable item; None for whole files.
     """
@@ -271,7 +271,7 @@ def _python_rows(batch: Any) -> list[Any]:
         return list(batch.to_pylist())
     except (ValueError, OverflowError) as error:
         if batch.num_rows == 1:
-            return [Damage(f"Python cannot represent it: {_line(error)}")]
+            return [Damage(f"Python cannot represent this row: {_line(error)}")]
         return [row for number in range(batch.num_rows) for row in _python_rows(batch.slice(number, 1))]
 
 
@@ -283,14 +283,14 @@ def _check_names(names: Sequence[str]) -> None:
     """
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise InputError(f"it has several columns named {twice!r}: give each column a name of its own")
+        raise InputError(f"the file has several columns named {twice!r}: give each column a name of its own")
 
 
 # ---- CSV
 
 
 def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
-    """The rows below the header. Columns without a name may be empty, as at the end of a spreadsheet's rows."""
+    """The rows below the header. There may be empty columns without a name, as at the end of a spreadsheet's rows."""
     csv.field_size_limit(max(csv.field_size_limit(), MOST_CHARACTERS))
     with open(source, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = _csv_cells(file)
@@ -298,7 +298,8 @@ def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
         if isinstance(names, Damage):
             raise InputError(names.why)
         _check_names([name for name in names if name])
-        unnamed = [place for place, name in enumerate(names) if not name][:-1]  # a dict can hold only the last one
+        # the columns without a name, except the last one: a dict can hold one of them
+        unnamed = [place for place, name in enumerate(names) if not name][:-1]
         for number, cells in enumerate(rows):
             if isinstance(cells, Damage):
                 yield number, cells
@@ -355,7 +356,7 @@ def _json_rows(source: str) -> Iterator[tuple[int, Any]]:
 def _json_row(line: bytes) -> dict[str, Any] | Damage:
     try:
         row = json.loads(line, object_pairs_hook=_json_object)
-        # a quick check first, because `_is_deeper` for each row would take most of the time of reading
+        # a quick check first, because `_is_deeper` for each row would take most of the reading time
         brackets = line.count(b"[") + line.count(b"{")
         deep = brackets > MOST_LEVELS and _is_deeper(row, MOST_LEVELS)
     except ValueError as error:

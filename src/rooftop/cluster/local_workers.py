@@ -275,8 +275,8 @@ class _Worker:
             self.connection.send(None)
 
     def stuck(self, timeout_s: float | None) -> tuple[int, int, int] | None:
-        """Return (number of the chunk, first, count) of the items that have exceeded the time limit; None if no item
-        has exceeded the limit."""
+        """Return (chunk number, first, count) if the items [first, first + count) of a chunk have exceeded the time
+        limit; otherwise None."""
         number, first, count, since = self.status
         late = timeout_s is not None and since > 0 and time.monotonic() - since > timeout_s
         return (int(number), int(first), int(count)) if late and self.status[3] == since else None
@@ -390,7 +390,7 @@ def _work(connection: Connection, status: Any, division: Division, number: int, 
 
 
 def _send_all(connection: Connection, outbox: queue.SimpleQueue[Any]) -> None:
-    """Send results in a thread, so that the GPU does not wait while the parent writes a part."""
+    """Send results in a thread, so that the GPU does not wait while the parent writes a Parquet file."""
     with suppress(OSError):  # the parent has ended
         while (message := outbox.get()) is not None:
             connection.send(message)

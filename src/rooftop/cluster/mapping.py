@@ -36,7 +36,9 @@ from rooftop.words import counted
 CHUNK_S = 0.5  # target seconds of work per chunk: much longer than sending a message, but cheap to repeat
 MOST_ITEMS = 4096  # maximum number of items in a chunk
 MOST_BYTES = 16 << 20  # approximate limit on the bytes of a chunk's rows
-LEARNED_FROM = 256  # maximum items per chunk until each column has a type; these chunks run one at a time
+# Until each column has a type, chunks run one at a time, with at most this many items. After this many items, the types
+# that are known become final.
+LEARNED_FROM = 256
 DISTURBED_PERCENT = 110  # a rate above this percentage of the ceiling shows that other work disturbed the run
 DEATHS = 3  # an item becomes an error row after it or its chunk has ended this many workers
 # for each kind of items: the unit in which messages state an item's position
@@ -229,7 +231,8 @@ def map_items(
             except KeyboardInterrupt:
                 if say is not None:
                     say(
-                        f"{counted(parts.done.rows + run.in_parts(), 'row')} in {parts.folder}; the same call continues"
+                        f"{counted(parts.done.rows + run.in_parts(), 'row')} in {parts.folder}; the same call "
+                        "continues the run"
                     )
                 raise
             finally:
@@ -432,7 +435,7 @@ class _Run:
         self.show(what)
 
     def _settle(self) -> None:
-        """Fix the columns and types that are known, and add the results that waited for them."""
+        """Make the known columns and types final, and add the results that have waited for this."""
         if self._final:
             return
         if self._unsettled:

@@ -267,18 +267,19 @@ class Parts:
                     os.fsync(file.fileno())
                 os.replace(temporary, path)
             except OSError:
-                temporary.unlink(missing_ok=True)  # leave its room to others
+                temporary.unlink(missing_ok=True)  # leave its disk space to other files
                 raise
 
     @contextmanager
     def _explained(self, path: Path) -> Iterator[None]:
-        """Errors in this block say which file cannot be written, why, what is kept, and what to do."""
+        """Within the block, turn an OSError into an error that says which file cannot be written, why, which results
+        are kept, and what to do."""
         try:
             yield
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else str(error)
             kept = sum(load_arrow().parquet.read_metadata(each).num_rows for each in self.folder.glob("part-*.parquet"))
-            remedy = REMEDIES.get(error.errno or 0, "mend this")
+            remedy = REMEDIES.get(error.errno or 0, "fix the cause")
             raise OutputError(
                 f"{path} cannot be written ({why}), but {self.folder} keeps {counted(kept, 'row')}: {remedy}, and run "
                 "the same command again, which computes only the missing rows"

@@ -25,7 +25,7 @@ MOST_CHARACTERS = 500  # maximum length of an error in a table
 REFUSALS = (ValueError, TypeError, OverflowError)  # raised by pyarrow for unsuitable values, besides its own exceptions
 MOST_LEVELS = 40  # maximum nesting of a result; Parquet files with lists in 50 levels can be written, but not read
 DECIMAL = (38, 18)  # precision and scale of a column of decimals, as in Spark: 20 digits before the point, 18 after it
-# NumPy's units of time that Arrow does not have -> a finer unit that it has. D is a date, and no duration in Arrow.
+# NumPy's units of time that Arrow lacks -> a finer unit that Arrow has. Arrow has D for dates, but not for durations.
 DATE_UNITS = {"Y": "D", "M": "D", "W": "D", "h": "s", "m": "s", "generic": "s"}
 DURATION_UNITS = {"W": "s", "D": "s", "h": "s", "m": "s", "generic": "s"}
 ATOMS = frozenset({bool, int, float, str, bytes, type(None)})  # types whose values contain no arrays or tensors
@@ -83,7 +83,7 @@ def _plain(value: Any, levels: int = 1) -> Any:
 
 
 def _dtype_of_arrow(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in native byte order, and in a unit of time that Arrow has. It holds the same values."""
+    """The dtype in native byte order, with a unit of time that Arrow has. The values stay the same."""
     if dtype.kind in "mM":
         unit, _ = np.datetime_data(dtype)
         unit = (DATE_UNITS if dtype.kind == "M" else DURATION_UNITS).get(unit, unit)
@@ -271,7 +271,7 @@ def _column(values: list[Any], kind: Any) -> Any:
     pa = load_arrow()
     found = pa.array(values)
     if pa.types.is_date(found.type) and any(isinstance(each, datetime) for each in values):
-        raise TypeError("dates and times")  # of which Arrow has dropped the times of day
+        raise TypeError("dates and times")  # Arrow has dropped the times of day
     if found.type == kind:
         return found
     if pa.types.is_null(found.type):
@@ -285,8 +285,8 @@ def _alike(one: Any, other: Any) -> bool:
     """Whether values of type `one` may become `other`: both are numbers, both are text, or both are nested in the same
     way. The keys of a dict may have another order, and missing keys are null. An unknown type matches any type.
 
-    A boolean may become a number, but no number becomes a boolean. A float becomes no decimal, and no decimal becomes a
-    float, since their digits differ. A time becomes no date."""
+    A boolean may become a number, but a number may not become a boolean. Floats and decimals may not become each other,
+    since their digits differ. A time may not become a date."""
     pa = load_arrow()
     if pa.types.is_null(one) or pa.types.is_null(other):
         return True

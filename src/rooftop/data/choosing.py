@@ -28,8 +28,8 @@ class Choice:
         workers: number of threads or processes.
         overlaps: whether workers can make batches while a device computes. If the loop itself makes batches, the device
             waits.
-        seconds: measured seconds per batch of each timed way.
-        refused: the reason of failure for each way that failed.
+        seconds: for each timed way, the measured seconds per batch.
+        refused: for each way that failed, the reason.
         chosen: the chosen way; None while ways remain to be tried.
     """
 

@@ -41,9 +41,10 @@ GAIN = 2.5
 """The GPU decodes if it is this many times as fast as the CPU.
 
 Suppose that the CPU decodes C images/s, that the GPU decodes G images/s, and that the training step alone processes S
-images/s. A GPU that decodes and then trains processes 1 / (1/G + 1/S) images/s. This rate exceeds C if G > C S / (S -
-C). S is not known yet, and is assumed to be 1.67 C.
-On H200s with 16 cores, decoding on the GPU gained 9% for ResNet-50 (G = 2.9 C), and lost 35% for Swin-T (G = 2.1 C).
+images/s. A GPU that decodes and then trains processes 1 / (1/G + 1/S) images/s. This rate exceeds C if
+G > C * S / (S - C). S is not known yet, and is assumed to be 1.67 * C.
+On H200s with 16 cores, decoding on the GPU gained 9% for ResNet-50 (G = 2.9 * C), and lost 35% for Swin-T
+(G = 2.1 * C).
 """
 MEASURED_S = 3.0  # seconds to measure each device
 NO_VALUES = torch.empty(0, dtype=torch.uint8)

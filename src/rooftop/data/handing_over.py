@@ -29,7 +29,7 @@ class Copies:
         device: the target; None: values stay on the CPU.
 
     Attributes:
-        copied_bytes: total bytes of the tensors that were copied to another device.
+        copied_bytes: total bytes of the CPU tensors that were copied to another device.
     """
 
     def __init__(self, device: torch.device | None) -> None:

@@ -57,10 +57,10 @@ class Headspace:
     """The measurements.
 
     Attributes:
-        rows: stages in their order.
+        rows: the measured stages, in the order of `STAGES`.
         workers: number of workers in the loader and in the stages before collate.
         loading: a text that describes how the loader made batches.
-        bounds: the slowest stage.
+        bounds: name of the slowest stage, which bounds the speed of the training.
         why: a text that explains why this stage is the slowest.
     """
 
@@ -174,7 +174,7 @@ def _of_samples(
 
 
 def _batch_of(samples: Samples, some: Sequence[int], batch: int) -> list[Any]:
-    """Make a batch of samples; if there are too few, samples repeat."""
+    """Make a batch of samples; if `some` has fewer samples than a batch, the samples repeat."""
     made = [sample(samples, index, 0, 0) for index in some[:batch]]
     return list(itertools.islice(itertools.cycle(made), min(batch, len(samples))))
 

@@ -114,8 +114,8 @@ def decode(
 ) -> tuple[RgbPixels | Image.Image, Drawn | None]:
     """Decode a photograph.
 
-    An `ImageTransform` draws its changes first, so that it decodes no more pixels than needed, and takes an array if
-    that is decoded faster.
+    An `ImageTransform` draws its changes first, so that no more pixels than needed are decoded. It accepts an array
+    instead of a Pillow image, if the file is decoded faster to an array.
     """
     if isinstance(transform, ImageTransform):
         return transform.decode(source, generator, name)

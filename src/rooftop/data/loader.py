@@ -197,8 +197,8 @@ class Loader:
             raise InputError(f"none of {len(self.skipped) - skipped} samples can be read: {self.skipped[-1].reason}")
 
     def _some(self, trial: str | None, epoch: int, start: int, end: int) -> Iterator[LoadedBatch]:
-        """If `trial` names a way of making batches, yield only the few batches that time it, from batch `start` on. If
-        `trial` is None, yield all batches from `start` to `end - 1` in the chosen way.
+        """If `trial` names a way of making batches, time this way: make and yield only a few batches, from batch
+        `start` on. If `trial` is None, yield all batches from `start` to `end - 1` in the chosen way.
         """
         name = trial or self._choice.chosen
         assert name is not None
@@ -217,7 +217,8 @@ class Loader:
                 self._close(way)
 
     def _timed(self, way: Way, trial: str | None, epoch: int, numbers: range) -> Iterator[tuple[Made, Copied]]:
-        """Make batches. In a trial, record the time from the first task to the last piece of a batch."""
+        """Make batches. In a trial, also record the seconds per batch: the time from the first task to the end of the
+        last batch, divided by the number of batches. "here" is timed on the last batch alone."""
         began = last = time.monotonic()
         begun = 0
         for done in range(len(numbers)):

@@ -49,7 +49,14 @@ NICE = 5  # lower priority than the training loop, which shares the cores and mu
 
 @dataclass
 class _Worker:
-    """The parent's record of a worker process: the parent's end of the pipe, the slots, and the free slot numbers."""
+    """The parent's record of a worker process.
+
+    Attributes:
+        connection: the parent's end of the pipe to the process.
+        slots: the mapped memory of each slot, by slot number.
+        free: numbers of the slots that no batch uses now.
+        used: number of slot numbers that were given out so far.
+    """
 
     process: Any
     connection: Connection

@@ -45,7 +45,7 @@ def apply_operations(image: Image.Image, operations: Sequence[Operation]) -> Ima
 
 def matrix_of(operation: Operation, width: int, height: int) -> tuple[float, ...]:
     """Return the affine matrix (a, b, c, d, e, f) of an operation: pixel (x, y) of the result comes from pixel
-    (a x + b y + c, d x + e y + f). For operations that move no pixels, the matrix is the identity."""
+    (a * x + b * y + c, d * x + e * y + f). For operations that move no pixels, the matrix is the identity."""
     name, strength = operation
     if name == "shear_x":
         return 1.0, MOST_SHEAR * strength, 0.0, 0.0, 1.0, 0.0

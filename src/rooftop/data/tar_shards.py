@@ -100,7 +100,7 @@ class TarShards:
         return self._name(self._index[index])
 
     def labels(self) -> list[int]:
-        """The class of each sample, from its cls file; `UNREADABLE` for a damaged sample, even if it has no cls file.
+        """The class of each sample, from its cls file; `UNREADABLE` if the sample is damaged or lacks a valid cls file.
 
         Raises:
             InputError: no sample has a readable cls file, or a class number is below 0.

@@ -48,7 +48,7 @@ ADVISED_SHARE = 0.2  # a kind of tensors with a smaller share of all allocated b
 # share of the GPU's memory above which memory outside PyTorch is mentioned; a CUDA context takes less
 OTHERS_SHARE = 0.1
 MOST_ENTRIES = 200_000
-"""Largest number of allocations in the allocator's history, each with a stack of about 1 KB. With more allocations, the
+"""Maximum number of allocations in the allocator's history, each with a stack of about 1 KB. With more allocations, the
 module of the oldest tensors is lost.
 """
 
@@ -108,8 +108,8 @@ class MemoryExplanation:
         requested_bytes: size of the failed allocation; None: memory has not run out.
         module, line: the module and the line in which the allocation failed.
         by_kind: kind -> bytes, largest first. The sum is the number of bytes that live tensors requested.
-        tensors: the largest tensors, the largest first.
-        groups: the largest groups, the largest first.
+        tensors: the largest tensors, in descending order of size.
+        groups: the largest groups, in descending order of size.
         advice: sentences, the most helpful first.
     """
 
@@ -157,7 +157,7 @@ def explain_memory(
         module: a module whose parameters, gradients and buffers are named.
         optimizers: optimizers whose states are named.
         device: index of the GPU; by default the current GPU.
-        most: largest number of listed tensors and groups.
+        most: maximum number of tensors, and of groups, to list.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -171,7 +171,7 @@ def explain_memory(
 
 
 def memory_error_in_words(error: BaseException) -> str | None:
-    """The beginning of the message of an out-of-memory error on a GPU or CPU; None for any other error."""
+    """The beginning of an out-of-memory error's message, for errors on a GPU or CPU; None for any other error."""
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(str(error).split(". ")[:2]).split("\n")[0].rstrip(".") or type(error).__name__
     if isinstance(error, MemoryError):
@@ -192,7 +192,7 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
 
     Args:
         module: the module at which the paths of submodules start; by default the first module that is called.
-        most: largest number of listed tensors and groups.
+        most: maximum number of tensors, and of groups, to list.
 
     Raises:
         torch.OutOfMemoryError: the original error, with the explanation as a note (`add_note`).
@@ -227,8 +227,8 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
 
 
 class _Watched:
-    """The root modules and the optimizers whose tensors are named. No module is kept alive, since the program may drop
-    a module to free memory."""
+    """The root modules and the optimizers whose tensors the explanation names. This object keeps no module alive, since
+    the program may drop a module to free memory."""
 
     def __init__(self) -> None:
         self._paths = ModulePaths()
@@ -343,7 +343,7 @@ def explanation_of(
         known: maps an address to the tensor that starts at this address.
         device: index of the GPU in the snapshot.
         out: whether memory ran out. If so, the trace's last "oom" entry says in which line.
-        most: largest number of listed tensors and groups.
+        most: maximum number of tensors, and of groups, to list.
     """
     traces = snapshot["device_traces"]
     trace = traces[device] if device < len(traces) else []

@@ -1,9 +1,10 @@
 """Find tensors that one CUDA stream uses before another stream has written them, or whose memory is reused too early.
 
 As in `torch.cuda._sanitizer`, the check records, for each stream, the streams that it has waited for. In addition, each
-finding names lines of the user's program, and the program continues. Three more cases are handled that torch's
-sanitizer misses: views of one storage (by the range of their bytes), new tensors of operators such as `zeros_like`
-(which write them), and memory that was freed while another stream still used it (a missing `record_stream`).
+finding names lines of the user's program, and the program continues. The check also handles three cases that
+torch's sanitizer misses. Views that use different bytes of one storage are no race. Operators such as `zeros_like`
+write a new tensor, and do not read the values of their argument. Memory may be freed while another stream still uses it
+(a missing `record_stream`).
 
 The check cannot see kernels that PyTorch does not launch (custom kernels, Triton), work inside a CUDA graph or compiled
 code, waits in other libraries, or host memory (`non_blocking` copies from it). Work before the block counts as
@@ -133,7 +134,7 @@ def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
 
 @dataclass(frozen=True)
 class _Use:
-    """One use of a storage by an operator, which accesses the storage's bytes [begin, end)."""
+    """One use of a storage by an operator. The operator accesses the bytes [begin, end) of the storage."""
 
     written: bool
     begin: int
@@ -247,7 +248,8 @@ METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like)")
 
 
 def _uses(schema: Any, args: Any, kwargs: Any, result: Any, device_type: str) -> dict[int, _Use]:
-    """Map the address of each storage to the operator's use of it. Making a view of an argument is not a use."""
+    """Map the address of each storage to how the operator uses the storage. Making a view of an argument is not a
+    use."""
     found: dict[int, _Use] = {}
 
     def note(tree: Any, written: bool) -> None:

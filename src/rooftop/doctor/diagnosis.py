@@ -206,7 +206,8 @@ def _triton(part: str) -> Finding:
 
 
 def _ended_by_importing(module: str) -> str:
-    """Import a module in another process; return how the import ended that process, if it did."""
+    """Import a module in another process. If the import crashes that process, return a text that names the signal;
+    otherwise return ""."""
     code = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode
     return f"importing it ends the process ({signal.Signals(-code).name})" if code < 0 else ""
 
@@ -284,8 +285,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def _cache(part: str) -> Finding:
-    """Check that the folder of the cached ceilings is writable. If it does not exist, check the nearest existing
-    parent.
+    """Check that the folder of the cached ceilings is writable. If the folder does not exist, check its nearest parent
+    that exists.
     """
     torch_here()  # the cache's module imports torch
     folder: Path = import_module("rooftop.hardware.measuring").cache_path(("",)).parent

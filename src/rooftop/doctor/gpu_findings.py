@@ -80,7 +80,7 @@ def driver_part(part: str) -> Finding:
 def _no_driver(part: str, driver: DriverAnswer, built: str) -> Finding:
     if driver.code == LIBRARIES_DIFFER:  # the driver was updated, but its old kernel module is still loaded
         return Finding(
-            part, "broken", driver.error, "the versions of its libraries and its kernel module differ", _restart()
+            part, "broken", driver.error, "the driver's libraries and kernel module differ in version", _restart()
         )
     seen = _gpus_in_machine()
     if seen:
@@ -173,8 +173,8 @@ def gpus_part(part: str) -> Finding | None:
 def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Whether code built for these targets ("sm_80", "sm_90a", "compute_90") runs on a GPU of this compute capability.
 
-    Machine code runs on GPUs of the same major version, from its minor version on. PTX ("compute_") runs on its own
-    version and all later versions. With the suffix "a", machine code and PTX run only on their own version (CUDA C++
+    Machine code for version x.y runs on GPUs of the versions x.z with z >= y. PTX ("compute_") runs on its own version
+    and all later versions. With the suffix "a", machine code and PTX run only on their own version (CUDA C++
     Programming Guide, "Binary compatibility" and the following sections).
     """
     for architecture in architectures:

@@ -1,6 +1,6 @@
 """The commands that fix problems, for this machine's installer, package manager and container.
 
-Each function returns "" if it knows no right command. No function runs a command.
+Each function returns a command, without running it, or "" if no command is known.
 """
 
 from __future__ import annotations

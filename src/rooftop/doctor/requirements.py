@@ -54,10 +54,9 @@ def _holds(marker: str, extra: str) -> bool:
 
 
 def fits(version: str, specifier: str) -> bool:
-    """Whether a version satisfies "==3.6.0" or ">=2.11,<4"; only release numbers are compared. The version "" satisfies
-    nothing.
+    """Whether a version satisfies a specifier, such as "==3.6.0" or ">=2.11,<4". The version "" satisfies nothing.
 
-    Operators other than ==, >=, <= and < count as satisfied.
+    Only release numbers are compared. Operators other than ==, >=, <= and < count as satisfied.
     """
     return bool(version) and all(_clause(version, clause) for clause in specifier.split(",") if clause)
 

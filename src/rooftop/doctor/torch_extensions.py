@@ -1,4 +1,4 @@
-"""Check that packages whose compiled parts are linked against torch load with the installed torch.
+"""Check that packages with compiled parts that use torch can be loaded with the installed torch.
 
 A package that was built for another torch, or for CUDA while torch is a CPU build, installs silently but fails at
 import. The files of each package show whether the package is linked against torch. Each package is imported in a
@@ -28,8 +28,8 @@ LINKED = (b"libc10.so", b"libtorch.so", b"libtorch_cpu.so", b"libtorch_python.so
 """Names that occur in a shared library if it is linked against torch."""
 
 OF_TORCH_OR_CUDA = re.compile(r"undefined symbol|lib(torch|c10|cuda|cudart|cudnn|cu[a-z]+|nccl|nv[a-z]+)[\w.-]*\.so")
-"""Matches the error of a shared library that does not load because of torch or CUDA. An error because of FFmpeg, for
-example, does not match."""
+"""Matches the error message of a shared library that cannot be loaded because of torch or CUDA. A message about FFmpeg,
+for example, does not match."""
 
 PATIENCE_S = 120
 """Time limit of one import. An import that compiles or downloads something can exceed it."""

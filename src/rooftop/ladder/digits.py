@@ -34,10 +34,10 @@ class Operations(Protocol):
         """Compute c (M, N) from the product of a (M, K) and b (K, N), which may be transposed views."""
 
     def output_gradient(self, y: Tensor, target: Tensor, dz: Tensor) -> None:
-        """dz = (y - one_hot(target)) / rows; y, dz (M, N), target (M,) int64."""
+        """Compute dz = (y - one_hot(target)) / M, where y and dz are (M, N), and target is (M,) int64."""
 
     def bias_step(self, dz: Tensor, bias: Tensor, rate: float) -> None:
-        """bias (N,) -= rate * dz (M, N) summed over M."""
+        """Subtract rate times the sum of dz (M, N) over M from bias (N,)."""
 
 
 @dataclass(frozen=True)

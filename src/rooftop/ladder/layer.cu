@@ -70,7 +70,8 @@ __global__ void bias_sigmoid(float* y, const float* bias, long long count, int c
     if (i < count) y[i] = sigmoid(y[i] + bias[i % columns]);
 }
 
-// dz = (y - one_hot(target)) / rows: gradient, before the sigmoid, of the sigmoids' cross entropy (mean over rows).
+// dz = (y - one_hot(target)) / rows: the gradient of the loss with respect to the last sigmoid's input. The loss is the
+// cross entropy of the sigmoids, averaged over the rows.
 __global__ void output_gradient(const float* y, const long long* target, float* dz, int rows, int columns) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < rows * columns) dz[i] = (y[i] - (target[i / columns] == i % columns ? 1.0f : 0.0f)) / rows;

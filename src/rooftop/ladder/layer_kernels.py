@@ -13,7 +13,9 @@ STEP = tl.constexpr(3)
 
 @triton.jit
 def product(
-    a, b, extra, c,  # (rows, depth) and (depth, columns) strided; (columns,) or (rows, columns); (rows, columns)
+    a, b,  # (rows, depth) and (depth, columns), with any strides
+    extra,  # (columns,) for SIGMOID, (rows, columns) for GRADIENT
+    c,  # (rows, columns)
     rows, columns, depth, a_row, a_k, b_k, b_column, rate,
     EPILOGUE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +45,7 @@ def product(
 
 
 @triton.jit
-def bias_sigmoid(y, bias, count, columns, BLOCK: tl.constexpr):  # (rows, columns), (columns,)
+def bias_sigmoid(y, bias, count, columns, BLOCK: tl.constexpr):  # y (rows, columns), bias (columns,)
     """Apply bias and sigmoid in place, in a separate kernel."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(y + at, mask=at < count, other=0.0) + tl.load(bias + at % columns, mask=at < count, other=0.0)
@@ -51,7 +53,7 @@ def bias_sigmoid(y, bias, count, columns, BLOCK: tl.constexpr):  # (rows, column
 
 
 @triton.jit
-def output_gradient(y, target, dz, rows, columns, BLOCK: tl.constexpr):  # (rows, columns), (rows,), (rows, columns)
+def output_gradient(y, target, dz, rows, columns, BLOCK: tl.constexpr):  # y, dz (rows, columns), target (rows,)
     """dz = (y - one_hot(target)) / rows."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < rows * columns
@@ -61,7 +63,7 @@ def output_gradient(y, target, dz, rows, columns, BLOCK: tl.constexpr):  # (rows
 
 
 @triton.jit
-def bias_step(dz, bias, rows, columns, rate, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # ROWS, COLUMNS: padded
+def bias_step(dz, bias, rows, columns, rate, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # ROWS, COLUMNS: powers of 2
     """bias -= rate * the sum of dz over its rows."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)
     inside = (row < rows) & (column[None, :] < columns)

@@ -33,8 +33,8 @@ struct alignas(8) Four {
     __half at[4];
 };
 
-// Each of 256 threads computes 8 x 8 elements of a tile of 128 x 128. For 64 products a thread reads 16 values
-// from shared memory, not 128.
+// Each of 256 threads computes 8 x 8 elements of a tile of 128 x 128. For 64 products, a thread reads 16 values
+// from shared memory; without registers, it would read 128.
 __global__ void __launch_bounds__(256) register_blocked(const __half* a, const __half* b, __half* c, int n) {
     constexpr int TILE = 128, DEPTH = 8, HALF = TILE / 2;
     __shared__ float of_a[DEPTH][TILE + 4], of_b[DEPTH][TILE];  // of_a holds A transposed
@@ -87,7 +87,7 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Load four matrices of 8 x 8 halves. Lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i.
+// Load four matrices of 8 x 8 halves. Lanes 8 * i to 8 * i + 7 hold the addresses of the rows of matrix i.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], cons
                  : "r"(shared_address(row)) : "memory");
 }
 
-// c (16 x 8) += a (16 x 16) b (16 x 8), as one tensor core instruction of the whole warp.
+// c (16 x 8) += a (16 x 16) times b (16 x 8), as one tensor core instruction of the whole warp.
 __device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
                  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -119,9 +119,9 @@ template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
 }
 #endif
 
-// Tiles of 128 x 128 by 32, divided among eight warps of 64 x 32 each. With two STAGES, the next tiles are loaded while
-// the tensor cores multiply the present tiles. Rows of shared memory are padded, so that a matrix's eight rows are in
-// different banks.
+// A block computes 128 x 128 elements of C, in steps of 32 along k. Each of its eight warps computes 64 x 32 elements.
+// With two STAGES, the tiles of the next step are loaded while the tensor cores multiply the tiles of this step. Rows of
+// shared memory are padded, so that the eight rows of an 8 x 8 matrix are in different banks.
 template <int STAGES> __global__ void __launch_bounds__(256) tensor_cores(const __half* a, const __half* b, __half* c, int n) {
     constexpr int TILE = 128, DEPTH = 32, PAD = 8;
     alignas(16) __shared__ __half of_a[STAGES][TILE][DEPTH + PAD], of_b[STAGES][DEPTH][TILE + PAD];

@@ -21,8 +21,8 @@ FILE = "matmul.cu"
 EACH, TILED, REGISTERS = "one thread per element", "tiles in shared memory", "register blocking"
 TENSOR, AHEAD, PERSISTENT = "tensor cores", "tensor cores, tiles fetched ahead", "persistent, descriptors"
 CUBLAS = "cuBLAS"
-TILE = 32  # tile of the kernel TILED; the source defines the tiles of the other instances
-GROUP = 8  # rows of tiles in a group: programs compute one group after another
+TILE = 32  # rows and columns of a tile in the rung TILED; matmul.cu defines the tiles of the other rungs
+GROUP = 8  # rows of tiles in a group; the rung PERSISTENT computes one group after another
 TILES = {  # tiles of the Triton rungs: rows, columns, depth, warps, stages
     TILED: (32, 32, 32, 4, 1),
     REGISTERS: (128, 64, 16, 8, 2),

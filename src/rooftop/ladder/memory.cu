@@ -1,5 +1,5 @@
-// Latency and rate of each level of a GPU's memory. Addresses are passed as numbers, so that the host's page-locked
-// memory can be read, too. In a chain, each address is the result of the previous load. In a stream, all loads of a
+// Latency and rate of each level of a GPU's memory. Addresses are passed as integers, so that the kernels can also read
+// the host's page-locked memory. In a chain, each address is the result of the previous load. In a stream, all loads of a
 // thread are independent.
 
 enum Place { THROUGH_L1, FROM_L2 };  // loads that L1 may serve; loads that bypass L1
@@ -95,8 +95,8 @@ __global__ void stream_shared(const float4* values, float* out, int vectors, int
 }
 
 // Blocks read `vectors` vectors of 16 bytes `times` times. Each thread has FLIGHT loads in flight. With apart = 0, the
-// blocks divide the vectors among them. With apart > 0, each block reads its own vectors, `apart` after the previous
-// block's.
+// blocks divide the vectors among them. With apart > 0, each block reads its own vectors, and starts
+// `apart` vectors after the previous block.
 template <int PLACE, int FLIGHT>
 __global__ void stream(unsigned long long address, float* out, long long vectors, long long apart, int times) {
     const float4* values = reinterpret_cast<const float4*>(address) + blockIdx.x * apart;

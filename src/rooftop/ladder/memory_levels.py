@@ -41,8 +41,8 @@ class Level:
 
 @dataclass(frozen=True)
 class Flight:
-    """A measurement of loads from the device's farthest memory, with a given number of threads and of loads in flight
-    per thread.
+    """A measurement of loads from the device's farthest memory, for one combination of the number of threads and the
+    number of loads that each thread has in flight.
 
     Attributes:
         concurrency: loads that a thread has in flight.

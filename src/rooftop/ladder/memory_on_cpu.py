@@ -19,7 +19,8 @@ from rooftop.launch.numba_loops import numba_works
 
 LINE_BYTES = 64  # bytes of a cache line on every x86 and most ARM processors
 CHAINS = (1, 2, 4, 8, 16)
-BEYOND = 4  # size of the array for DRAM / last-level cache: the cache serves at most a quarter of the loads
+# The array for DRAM is this many times as large as the last-level cache, so the cache serves at most 1/4 of the loads.
+BEYOND = 4
 LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20  # limits of the size of the array for DRAM
 # Hops of a sample, on one core and in threads: few, so that some samples are undisturbed. Starting the threads takes
 # less time than these hops.
@@ -32,8 +33,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def working_sets(caches: dict[str, int]) -> dict[str, int]:
-    """The size in bytes of the array for each level: half the size of the level's cache; for DRAM several times the
-    size of the last cache.
+    """The size in bytes of the array for each level. The size is half of the level's cache, or for DRAM several times
+    the largest cache.
     """
     sizes = {name.removesuffix("d"): size // 2 for name, size in sorted(caches.items())}
     largest = max(caches.values(), default=LEAST_BYTES // BEYOND)

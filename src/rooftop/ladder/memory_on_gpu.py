@@ -63,7 +63,7 @@ class Chain:
 
 
 def register_chain(device: torch.device) -> Chain:
-    """A chain of multiply-adds in registers; at its end, place = 1 * 1 + 1 * hops."""
+    """A chain of multiply-adds in registers. Each adds 1 to the value 1, so at the end `place` holds 1 + hops."""
     place = torch.zeros(1, device=device)
     return Chain(lambda hops: kernel(FILE, "chain_registers", device).launch(1, 1, place, 1.0, 1.0, 1.0, hops), place)
 
@@ -185,7 +185,7 @@ Measured = tuple[Chain, int, Stream, int]
 def _levels(device: torch.device, units: int, l2: int, far: int) -> dict[str, Callable[[], Measured]]:
     """The levels, the nearest first. Each level has a chain and its number of hops, a stream, and the size in bytes of
     the memory that they read."""
-    wide = 2 * units  # two blocks of 1,024 threads per multiprocessor: all that it holds
+    wide = 2 * units  # two blocks of 1,024 threads per multiprocessor, which holds no more
 
     def registers() -> Measured:
         return register_chain(device), NEAR_HOPS, register_stream(RESIDENT * units, 4096, device), 0

@@ -44,7 +44,7 @@ def in_python(points: Sequence[Point], centres: Sequence[Point]) -> list[float]:
 
 
 def broadcast(points: Array, centres: Array) -> Array:
-    """One NumPy expression, which stores several arrays of all pairs. (3, n) and (k, 3) to (n,)."""
+    """One NumPy expression, which stores several arrays of all pairs: points (3, n), centres (k, 3) -> (n,)."""
     differences = points.T[:, None, :] - centres[None, :, :]  # (n, k, 3)
     smallest: Array = (differences**2).sum(axis=2).min(axis=1)
     return smallest
@@ -54,7 +54,7 @@ BLOCK = 4096  # points of a block, so that its five arrays (80 KB) stay in a cor
 
 
 def in_place(points: Array, centres: Array) -> Array:
-    """Compare a block of points with one centre at a time, and reuse the arrays. (3, n) and (k, 3) to (n,)."""
+    """Compare a block of points with one centre at a time, and reuse arrays: points (3, n), centres (k, 3) -> (n,)."""
     nearest = np.empty(points.shape[1], np.float32)
     differences, distances = np.empty((2, BLOCK), np.float32)
     for first in range(0, nearest.size, BLOCK):

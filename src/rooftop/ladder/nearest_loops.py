@@ -61,7 +61,7 @@ def for_vectors(points: Any, centres: Any, nearest: Any, first: Any, last: Any) 
 
 
 def of_part(points: Array, centres: Array) -> Array:
-    """Run `for_vectors` on all of the given points: (3, n) and (k, 3) to (n,)."""
+    """Run `for_vectors` on all of the given points (3, n) with centres (k, 3). Returns (n,)."""
     nearest = np.empty(points.shape[1], np.float32)
     for_vectors(points, centres, nearest, 0, nearest.size)
     return nearest

@@ -25,7 +25,8 @@ from rooftop.ladder.nearest import FLOPS_PER_PAIR, INSTRUCTIONS_PER_PAIR, Array
 from rooftop.ladder.python_ladder import ALL, GPU, NUMBA, ONE, PROCESSES, SpeedLadder, SpeedRung
 
 SLOW_S = 0.2  # rungs whose call takes longer are timed one call at a time
-# share of the peak that this work can reach: the peak counts a fused multiply-add as two flops
+# Highest share of the peak that this work can reach. The peak counts a fused multiply-add as two flops, and some of the
+# work's operations are not fused.
 FMA_SHARE = FLOPS_PER_PAIR / (2 * INSTRUCTIONS_PER_PAIR)
 
 

@@ -244,8 +244,8 @@ def in_torch(points: Array, centres: Array) -> SpeedRung:
 
 
 def torch_call(points: Tensor, centres: Tensor) -> Callable[[], Tensor]:
-    """A function that does the work with PyTorch operators on existing tensors, (3, n) and (k, 3) to (n,), on any
-    device.
+    """Return a function that does the work with PyTorch operators on these points (3, n) and centres (k, 3), on any
+    device. The function returns (n,).
     """
     best, difference, distance = torch.empty(3, points.shape[1], device=points.device)
     targets = centres.tolist()

@@ -14,7 +14,7 @@ from rooftop.ladder.python_climbing import SpeedClimb, SpeedOutcome
 from rooftop.ladder.python_ladder import ALL, GPU, ONE
 
 COLOURS = {ONE: "#9a9a9a", ALL: "#4c9fd6", GPU: "#76a92c"}
-BUSY_CORES = 0.2  # if other programs used fewer cores than this, the figures are hardly disturbed
+BUSY_CORES = 0.2  # if other programs used fewer cores than this, the measured times are hardly disturbed
 
 
 def heading(climb: SpeedClimb) -> str:

@@ -18,7 +18,7 @@ template <int BLOCK> __global__ void divergent(const float* x, float* sums, long
     if (t == 0) sums[blockIdx.x] = kept[0];
 }
 
-// The pairs of `divergent`, added by neighbouring threads. Whole warps become idle, but the active threads have bank
+// The same pairs as in `divergent`, but neighbouring threads add them. Whole warps become idle, but the active threads have bank
 // conflicts.
 template <int BLOCK> __global__ void neighboured(const float* x, float* sums, long long n) {
     __shared__ float kept[BLOCK];
@@ -103,7 +103,8 @@ template <int UNROLL, int BLOCK> __global__ void shuffled(const float* x, float*
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-// A single launch: as many blocks as the GPU holds read x, in 16-byte accesses, FLIGHT of them in flight. The block
+// A single launch of as many blocks as the GPU holds at a time. The blocks read x in 16-byte accesses, and each thread
+// has FLIGHT accesses in flight. The block
 // that finishes last adds the sums of all blocks, always in the same order. `done` is 0 before and after the launch.
 template <int FLIGHT, int BLOCK>
 __global__ void one_pass(const float4* x, float* sums, float* result, int* done, long long n) {

@@ -31,7 +31,7 @@ def make(size: int, device: torch.device) -> Ladder:
     """The reduction ladder for `size` elements."""
     x = torch.randint(-LARGEST, LARGEST + 1, (size,), device=device, dtype=torch.int8).float()
     result = torch.empty(1, device=device)
-    # for the sums of blocks, then for the sums of these sums
+    # two buffers, used in turns: a launch reads the sums of blocks from one, and writes their sums to the other
     sums = [torch.empty(-(-size // BLOCK), device=device) for _ in range(2)]
     names = (SEQUENTIAL, *UNROLLED.values(), ONE_PASS)
     without = tuple(Rung(name, TRITON, None, note=OWN) for name in (DIVERGENT, NEIGHBOURED, TEMPLATES, SHUFFLE))

@@ -8,14 +8,14 @@ import triton.language as tl
 
 
 @triton.jit
-def sum_blocks(x, sums, n, BLOCK: tl.constexpr):  # (n,), (programs,)
+def sum_blocks(x, sums, n, BLOCK: tl.constexpr):  # x (n,), sums (programs,)
     """Each program stores the sum of its BLOCK elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(sums + tl.program_id(0), tl.sum(tl.load(x + at, mask=at < n, other=0.0)))
 
 
 @triton.jit
-def sum_one_pass(x, sums, result, done, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # PROGRAMS: padded
+def sum_one_pass(x, sums, result, done, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # PROGRAMS: power of 2
     """The grid has as many programs as the GPU holds, and together they read all of x. The program that finishes last
     adds up the sums of all programs."""
     lanes = tl.zeros((BLOCK,), tl.float32)

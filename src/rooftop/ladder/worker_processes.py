@@ -20,14 +20,14 @@ from rooftop.ladder.nearest import Array
 
 MOST = 16  # largest number of processes: more would show nothing new
 JOIN_S = 10.0
-ANSWER_S = 120.0  # seconds to wait for a queue, since a dead worker never answers
+ANSWER_S = 120.0  # maximum seconds to wait for a result in a queue, since a dead worker never sends one
 SERVER = "forkserver"
 
 
 def context() -> BaseContext:
     """The start method of the processes. The start method is never fork, which copies locks that other threads hold.
 
-    A fork server, if the system has one, imports once the modules that all workers need.
+    A fork server, if the system has one, imports the modules that all workers need, once.
     """
     if SERVER not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")

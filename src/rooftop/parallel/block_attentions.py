@@ -70,7 +70,8 @@ class Blocks:
         return out, lse
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        """Write the results of causal blocks into `out` and `lse`, or merge the results of other blocks into them.
+        """Compute the blocks. The results of causal blocks overwrite `out` and `lse`. The results of other blocks are
+        merged into `out` and `lse`.
 
         Args:
             query, key, value, scale: as in `attended`.
@@ -259,7 +260,7 @@ class _Alone:
 
 
 def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
-    """Whether two of the given pairs (sequence, keys) share a key. If `sequence` is None, this is for all sequences."""
+    """Whether two of the given pairs (sequence, keys) share a key. A `sequence` of None is for all sequences."""
     rows = {row for row, _ in places}
     if None in rows and len(rows) > 1:
         return True
@@ -268,7 +269,7 @@ def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
 
 
 def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Group blocks, so that in each group all blocks are causal or none is, and no two blocks share a query."""
+    """Group blocks. In each group, either all blocks are causal or none is, and no two blocks share a query."""
     groups: dict[tuple[bool, int], list[Block]] = {}
     times = Counter[tuple[int | None, Span, bool]]()
     for block in blocks:
@@ -302,7 +303,7 @@ class _Group:
             *self._lengths,
             *(0.0, self.causal, False),
             scale=scale,
-        )  # (T, H, D), (H, T)
+        )  # part (T, H, D), part_lse (H, T)
         rows, row_lse = _flat(out), lse.transpose(1, 2).flatten(0, 1)
         if not self.causal:
             at = self._query_index
@@ -337,7 +338,7 @@ class _Group:
             put(0, index, part.to(total.dtype))
 
     def _query_rows(self, x: Tensor) -> Tensor:
-        rows = x.transpose(1, 2).flatten(0, 1)  # (B S, H, D)
+        rows = x.transpose(1, 2).flatten(0, 1)  # (B * S, H, D)
         return rows.contiguous() if self._has_all_queries else rows[self._query_index]
 
     def _key_rows(self, x: Tensor) -> Tensor:
@@ -360,8 +361,8 @@ class _Group:
 
     @cached_property
     def _lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        """(starts of the sequences in the packed queries, starts in the packed keys, maximum number of queries, maximum
-        number of keys).
+        """Return (start of each sequence in the packed queries, start of each sequence in the packed keys, maximum
+        number of queries of a sequence, maximum number of keys of a sequence).
         """
         queries, keys = (
             [end - first for first, end in borders] for borders in (self._query_borders, self._key_borders)
@@ -373,7 +374,7 @@ class _Group:
 
     @cached_property
     def _query_borders(self) -> list[Span]:
-        """The start and end of each sequence in the packed rows (B S, H, D)."""
+        """The start and end of each sequence in the packed rows (B * S, H, D)."""
         return [(row * self.queries + first, row * self.queries + end) for row, (first, end), _ in self._spans]
 
     @cached_property
@@ -394,11 +395,11 @@ def _index(borders: Sequence[Span]) -> Tensor:
 
 
 def _follow_each_other(borders: Sequence[Span], length: int) -> bool:
-    """Whether the spans cover all rows in order, without gaps."""
+    """Whether the spans cover all rows from 0 to `length`, in order and without gaps."""
     ends = [0, *(end for _, end in borders)]
     return ends[:-1] == [first for first, _ in borders] and ends[-1] == length
 
 
 def _flat(x: Tensor) -> Tensor:
-    """View x (B, H, S, D), which has the memory layout of (B, S, H, D), as (B S, H, D)."""
+    """View x (B, H, S, D), which has the memory layout of (B, S, H, D), as (B * S, H, D)."""
     return x.transpose(1, 2).view(-1, x.shape[1], x.shape[3])

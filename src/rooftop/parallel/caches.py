@@ -26,8 +26,8 @@ BATCH_DIMS = {
 }
 
 CONSTANTS = frozenset({"_sliding_window_tensor"})
-"""Tensors that only copy a number of the same layer. Such a tensor is equal in all replicas if this number is equal in
-all replicas.
+"""Tensors that hold only a copy of a setting of the layer, such as its window size. The setting is compared between
+the replicas, so the tensor is not.
 """
 
 PARTS = frozenset({"layers", "self_attention_cache", "cross_attention_cache"})
@@ -37,7 +37,7 @@ Join = Callable[[list[Any], int], Any]
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value is one of transformers' caches."""
+    """Whether a value is a cache of the library transformers."""
     module = sys.modules.get("transformers.cache_utils")  # no cache can exist before transformers is imported
     kind = getattr(module, "Cache", None)
     return kind is not None and isinstance(value, kind)

@@ -1,4 +1,4 @@
-"""The positions of a sequence that a rank holds: some of the sequence's equal chunks.
+"""The positions of a sequence that a rank holds. A sequence is cut into equal chunks, and each rank holds some of them.
 
     Chunks.zigzag(16, index=1, count=2)          positions 4 to 7 and 8 to 11 of 16
     Chunks.whole(16).part(index=1, count=4)      positions 4 to 7
@@ -52,8 +52,8 @@ class Chunks:
 
     @staticmethod
     def zigzag(length: int, index: int, count: int) -> Chunks:
-        """Chunk `index` from the front and chunk `index` from the back, of 2 `count` chunks. A single rank gets all
-        chunks.
+        """Split a sequence into 2 * `count` chunks, and take chunk `index` from the front and chunk `index` from the
+        back. A single rank gets all chunks.
 
         Raises:
             ValueError: the length is not a multiple of twice the number of ranks.
@@ -136,7 +136,8 @@ class Chunks:
         ]
 
     def _progressions(self) -> Iterator[tuple[int, int, int]]:
-        """Group the chunk indices `places` into runs (first, count, distance) of equally spaced indices."""
+        """Group the chunk indices `places` into runs of equally spaced indices. Yield (first index, number of indices,
+        distance between them) for each run."""
         left = self.places
         while left:
             pace, count = left[1] - left[0] if len(left) > 1 else 1, 1
@@ -148,4 +149,6 @@ class Chunks:
 
 def _check_place(index: int, count: int) -> None:
     if count < 1 or not 0 <= index < count:
-        raise ValueError(f"Chunks: expected part 0 to {count - 1} of one or more parts, got {index} of {count}")
+        raise ValueError(
+            f"Chunks: expected count of at least 1, and index from 0 to count - 1, got index={index} and count={count}"
+        )

@@ -54,8 +54,9 @@ class Context:
     Attributes:
         group: the ranks; None: this rank has whole sequences.
         transport: one of `TRANSPORTS`.
-        near, far: two groups for "a2a+p2p", created by `Context.of`. `near`: the neighbours, which exchange heads.
-            `far`: the ranks with the same index in all groups of neighbours, which exchange keys and values.
+        near, far: two groups for "a2a+p2p", created by `Context.of`. The ranks of `near` are neighbours, which exchange
+            heads. The ranks of `far` have the same index in different groups of neighbours. They exchange keys and
+            values.
 
     Raises:
         ValueError: the transport is unknown, or the two groups for "a2a+p2p" are missing.
@@ -120,7 +121,8 @@ class Context:
 
 
 class ContextAttention:
-    """Attention of a rank's positions, used by all layers of a model. This class implements `Remembered`.
+    """Attention of a rank's positions, used by all layers of a model. This class implements `Remembered`, the source of
+    keys and values that `ParallelSelfAttention` accepts.
 
     Args:
         context: the ranks.
@@ -190,7 +192,7 @@ class ContextAttention:
 
 
 def _joined(held: Sequence[Chunks], near: int) -> tuple[Chunks, ...]:
-    """For each group of `near` consecutive ranks: join the positions that its ranks hold."""
+    """For each group of `near` consecutive ranks, join the positions that the ranks of the group hold."""
     return tuple(
         Chunks(held[0].length, held[0].size, tuple(sorted(p for each in held[at : at + near] for p in each.places)))
         for at in range(0, len(held), near)
@@ -202,7 +204,7 @@ def _joined(held: Sequence[Chunks], near: int) -> tuple[Chunks, ...]:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step: the rows that arrive together, and the blocks to compute with them.
+    """One step of an exchange: rows that arrive together, and the attention blocks to compute with these rows.
 
     Attributes:
         sent: the rows that this rank sends to each rank, as indices into its own rows.
@@ -219,7 +221,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _RankPlan:
-    """A rank's plan: the rows that it sends and receives, and the blocks that it computes, in each step."""
+    """A rank's plan for all steps: in each step, the rows to send and to receive, and the blocks to compute."""
 
     packing: Packing
     group: Group
@@ -254,8 +256,8 @@ class _RankPlan:
         return tuple(self._step({to}, {of}) for to, of in zip(apart, apart[::-1], strict=True))
 
     def dtype_of_sums(self, x: Tensor) -> torch.dtype:
-        """The dtype in which partial results of x are merged and summed. With at most two parts, this is x's dtype,
-        because the result is then rounded only once.
+        """The dtype in which partial results of x are merged and summed. With at most two partial results, this
+        is x's dtype, because the result is then rounded only once.
         """
         return wide_dtype(x) if len(self.steps) > 1 else x.dtype
 
@@ -296,14 +298,14 @@ def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[],
     """Start to send this rank's rows for a step. The returned function waits for the arriving rows, and returns them in
     ascending order of position.
     """
-    both = torch.cat([key, value], 1).transpose(0, 2)  # (S, 2 H_k, B, D)
+    both = torch.cat([key, value], 1).transpose(0, 2)  # (S, 2 * H_k, B, D)
     out = both.index_select(0, torch.cat(step.sent)).contiguous()
     arriving = out.new_empty((sum(step.received), *out.shape[1:]))
     wait = _start_exchange(arriving, step.received, out, [len(each) for each in step.sent], group)
 
     def waited() -> Rows:
         wait()
-        rows = arriving[step.order].transpose(0, 2)  # (B, 2 H_k, T, D)
+        rows = arriving[step.order].transpose(0, 2)  # (B, 2 * H_k, T, D)
         first, second = rows.chunk(2, 1)
         return first, second
 
@@ -314,7 +316,7 @@ def _send_back(step: _Step, dkey: Tensor, dvalue: Tensor, group: Group) -> Calla
     """Start to send the gradients of arrived rows back to the ranks that sent the rows. The returned function waits for
     the gradients of this rank's own rows, and adds them.
     """
-    both = torch.cat([dkey, dvalue], 1).transpose(0, 2)  # (T, 2 H_k, B, D)
+    both = torch.cat([dkey, dvalue], 1).transpose(0, 2)  # (T, 2 * H_k, B, D)
     out = torch.empty_like(both, memory_format=torch.contiguous_format)
     out[step.order] = both
     sent = [len(each) for each in step.sent]

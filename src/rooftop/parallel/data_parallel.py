@@ -50,8 +50,8 @@ class DataParallel(nn.Module):
     This class differs from torch.nn.DataParallel in some ways. Shares differ by at most one sample. A parameter that no
     replica uses gets no gradient, instead of zeros. `parameters()` works in a replica, and tensors in attributes are
     copied, too. Dropout masks differ between GPUs even after `torch.manual_seed`, which gives all GPUs the same seed: a
-    GPU with the seed of an earlier GPU gets the next free seed. On the CPU, replicas draw from one generator in any
-    order.
+    GPU with the seed of an earlier GPU gets the next free seed. On the CPU, all replicas draw from one generator,
+    in an order that can differ between runs.
 
     Args:
         module: the module, which is moved to the first device in place.
@@ -126,13 +126,15 @@ def parallel_apply(
 
     Raises:
         ValueError: the number of inputs, keyword arguments or devices differs from the number of modules.
-        BaseException: the first exception of a module, raised after all modules have ended. The exception has its
-            traceback, and a note with the module's number and device.
+        BaseException: the first exception of a module, raised after all modules have ended. The exception keeps
+            its traceback, and gets a note with the module's number and device.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     for what, given in (("inputs", inputs), ("keyword arguments", kwargs), ("devices", devices)):
         if given is not None and len(given) != len(modules):
-            raise ValueError(f"{len(modules)} modules need {len(modules)} {what}, got {len(given)}: pass one each")
+            raise ValueError(
+                f"{len(modules)} modules need {len(modules)} {what}, got {len(given)}: pass one for each module"
+            )
     arguments = [value if isinstance(value, tuple | list) else (value,) for value in inputs]
     if not modules:
         return []

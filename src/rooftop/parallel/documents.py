@@ -21,7 +21,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a batch of sequences of one length.
+    """The documents in a batch of sequences, which all have the same length.
 
     Attributes:
         length: number of positions in a sequence.

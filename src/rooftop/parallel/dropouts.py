@@ -6,7 +6,7 @@ same in every layout of ranks.
     model(tokens, targets, step=7)
 
 Masks are not stored: backward and recomputation generate them again. If several micro-batches are in flight, recompute
-each micro-batch with the place of its forward pass:
+each micro-batch with the `Place` (step, part of the batch, positions) of its forward pass:
 
     place = dropouts.place
     with dropouts.at(place):
@@ -58,7 +58,7 @@ class CounterDropouts:
 
     Attributes:
         place: the place of the next forward pass in the training run.
-        half: which part of the local batch is being computed.
+        half: (index, count): the part of the local batch that is being computed.
     """
 
     def __init__(self, seed: int, batch: Part = (0, 1), split: Part = (0, 1), heads: Part = (0, 1)) -> None:
@@ -90,7 +90,8 @@ class CounterDropouts:
 
     @contextmanager
     def in_half(self, place: int) -> Iterator[None]:
-        """Within the block, use the masks of the first or second half of the local batch."""
+        """Within the block, use the masks of the first half (`place` 0) or the second half (`place` 1) of the local
+        batch."""
         before, self.half = self.half, (place, 2)
         try:
             yield

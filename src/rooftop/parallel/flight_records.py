@@ -90,8 +90,8 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def progress() -> tuple[tuple[str, int, int], ...]:
-    """Return for each group its number, and the numbers of its last launched and its last ended collective. This query
-    takes 0.1 ms.
+    """For each group, return (number of the group, number of the last collective that was launched, number of the last
+    collective that has ended). This query takes 0.1 ms.
 
     A group's number counts all groups that this process has created. Unlike a name, a number is never reused after the
     group is destroyed.
@@ -195,8 +195,8 @@ class Lack:
 
     @property
     def words(self) -> str:
-        """The message, such as "rank 2 lacks the all_reduce of 7 float32 (number 5 of ranks 0-3), which ranks 0-1, 3
-        await"."""
+        """The text for a message, such as "rank 2 lacks the all_reduce of 7 float32 (number 5 of ranks 0-3), which
+        ranks 0-1, 3 await"."""
         lacks, await_ = "lack" if len(self.by) > 1 else "lacks", "await" if len(self.awaited_by) > 1 else "awaits"
         waiting = f"{ranks_in_words(self.awaited_by)} {await_}"
         if not self.by:
@@ -205,7 +205,7 @@ class Lack:
 
 
 def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
-    """All collectives in which ranks wait. The list begins with collectives that are lacked by a rank which is not
+    """All collectives in which ranks wait. The list begins with collectives that a rank lacks without
     itself waiting in another collective.
 
     A rank that lacks one collective may be waiting in another collective. A rank that waits in another collective is

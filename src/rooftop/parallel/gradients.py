@@ -44,7 +44,7 @@ from rooftop.parallel.shards import shards_of
 from rooftop.parallel.sums import Sums
 from rooftop.parallel.weight_places import WeightPlaces
 
-ZERO = 1e-6  # added to the norm, by which `clip_` divides, as in torch.nn.utils.clip_grad_norm_
+ZERO = 1e-6  # added to the norm before `clip_` divides by it, as in torch.nn.utils.clip_grad_norm_
 
 
 class ModelGradients:
@@ -63,8 +63,9 @@ class ModelGradients:
 
     Attributes:
         parameters: the parameters that have gradients, by name.
-        gradient_of: returns a parameter's gradient, in any dtype, or None if the parameter has no gradient.
-        widen: called with a parameter before its gradient is changed. The call must leave the gradient in `.grad`.
+        gradient_of: function that returns a parameter's gradient, in any dtype, or None if there is no gradient.
+        widen: function that is called with a parameter before its gradient is changed. The function must leave the
+            gradient in `.grad`.
     """
 
     def __init__(
@@ -134,8 +135,8 @@ class ModelGradients:
                 hook.remove()
 
     def _is_there(self, name: str, _: Tensor) -> None:
-        """Start to sum this gradient and the ready gradients that come after this one in the common order, since all
-        ranks must sum in the same order.
+        """Mark this gradient as ready, and start the sums that this makes possible. All ranks must start their sums in
+        the same order, so a gradient waits for the gradients before it in that order.
         """
         assert self._during is not None
         self._during.add(name, self._changed)
@@ -169,7 +170,7 @@ class ModelGradients:
         if not trained:
             return
         captured = self.parameters[trained[0]].is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured:  # the host cannot read which parameters no rank has used; the step before used the same
+        if captured:  # the host cannot read which parameters are unused: use those of the last sum without capture
             trained = [name for name in trained if name not in self._used_nowhere]
         lacking = {name: place for place, name in enumerate(trained) if name not in there}
         for name in lacking:
@@ -296,7 +297,7 @@ def _are_several(group: Group) -> bool:
 
 
 def _sum(tensors: Iterable[Tensor], group: Group) -> None:
-    """Sum each tensor over the ranks, in place."""
+    """Sum each tensor over the group's ranks, in place."""
     if not _are_several(group):
         return
     sums = Sums(group)

@@ -6,7 +6,8 @@
 | `srun` | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_STEP_NODELIST`, `SLURM_JOB_ID` |
 | none: a single process | none of these |
 
-A script in a SLURM allocation that runs without `srun` is a single process, because it lacks a step's variables.
+A script that runs in a SLURM allocation without `srun` is a single process, because the variables of a job step are
+missing.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _require(names: tuple[str, ...], environment: Mapping[str, str]) -> None:
         there = ", ".join(name for name in names if name in environment)
         raise ValueError(
             f"the environment has {there} but not {', '.join(missing)}: start the processes with torchrun or srun, "
-            "or set all of these; for a single process unset them"
+            "or set all of these variables; for a single process, unset them"
         )
 
 

@@ -37,10 +37,10 @@ class Layout:
     """The number of ranks along each axis of parallelism.
 
     Attributes:
-        dp: data parallel ranks, with the same parameters and different sequences.
-        tp: tensor parallel ranks, with parts of each layer.
-        pp: pipeline parallel ranks, with different layers.
-        cp: context parallel ranks, with different positions of the same sequences.
+        dp: number of data parallel ranks, which have the same parameters and different sequences.
+        tp: number of tensor parallel ranks, which have parts of each layer.
+        pp: number of pipeline parallel ranks, which have different layers.
+        cp: number of context parallel ranks, which have different positions of the same sequences.
         sequence_parallel: whether tensor ranks also split norms and dropout along the sequence.
         order: the axes, fastest first, joined by "-".
 
@@ -76,7 +76,7 @@ class Layout:
         """Create the layout of `world_size` ranks. `dp` follows from `world_size`, `tp`, `pp` and `cp`.
 
         Raises:
-            ValueError: `tp * pp * cp` does not divide `world_size`. The message has the nearest layouts that fit.
+            ValueError: `tp * pp * cp` does not divide `world_size`. The message names the nearest layouts that fit.
         """
         _positive("world_size", world_size)
         layout = cls(1, tp, pp, cp, sequence_parallel, order)

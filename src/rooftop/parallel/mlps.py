@@ -1,6 +1,6 @@
 """A transformer's MLP whose hidden features are split over tensor parallel ranks.
 
-A gated MLP packs its two input projections into one weight. Each rank has the same features of both projections.
+A gated MLP packs its two input projections into one weight. Each rank holds the same range of features of both.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Shazeer, "GLU Variants" (arXiv:2002.05202).
 """
@@ -72,7 +72,7 @@ class ParallelMLP(nn.Module):
         return self._dropped(self.down(swiglu(hidden) if self.gated else hidden).view(x.shape))
 
     def summand(self, x: Tensor, sums: NormSums) -> Summand:
-        """Run `forward` for inference without the sum over the ranks, which the next norm computes."""
+        """Run `forward` for inference, but leave the sum over the ranks to the norm that follows."""
         hidden = self.up(x)
         return Summand(self.down.summand(swiglu(hidden) if self.gated else hidden), self.down.bias, sums)
 
@@ -87,7 +87,7 @@ class ParallelMLP(nn.Module):
         return self._dropped(self.down.with_bias(leaving.arrived()).view(x.shape))
 
     def _made_again(self, x: Tensor) -> Tensor:
-        """Compute the last layer. For backward, autograd saves the activation's input instead of its result."""
+        """Compute both linear layers. For backward, autograd saves the activation's input instead of its result."""
         if self.gated:
             hidden = self.up(self._rows(x))
             activated = swiglu(hidden)

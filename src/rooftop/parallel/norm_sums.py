@@ -73,7 +73,7 @@ class NormSums:
 
 
 class Summand(NamedTuple):
-    """This rank's summand in a sum over ranks, which the next norm computes.
+    """This rank's summand in a sum over ranks. The norm that follows computes the sum.
 
     Attributes:
         part: (B, S, W), different on each rank.

@@ -208,8 +208,8 @@ class Packing:
 
     @cached_property
     def pairs(self) -> tuple[int, ...]:
-        """The number of visible pairs of each rank, over all sequences of the batch, or for one sequence without
-        documents."""
+        """The number of visible pairs of each rank. With documents, pairs are counted over all sequences of the batch;
+        without documents, in one sequence."""
         batch = len(self.documents.spans) if self.documents is not None else 1
         ranks = range(len(self.held))
         return tuple(

@@ -43,8 +43,8 @@ class PeerMemory:
 
 @dataclass(frozen=True)
 class Offer:
-    """A rank's message to the other ranks: its machine and GPU, and its memory's handle or the reason why it has
-    none."""
+    """A rank's message to the other ranks: its machine, its GPU, and the handle of its memory. Without memory, `failed`
+    says why."""
 
     machine: str
     gpu: str
@@ -53,8 +53,8 @@ class Offer:
 
 
 def peer_memory(bytes: int, group: ProcessGroup, device: torch.device, lacking: str = "") -> PeerMemory:
-    """Allocate `bytes` of zeros on each rank's GPU, and map them on all ranks. All ranks must call this. The call waits
-    for all ranks and for the GPU.
+    """On each rank's GPU, allocate memory of size `bytes`, filled with zeros, and map it on all ranks. All ranks must
+    call this. The call waits for all ranks and for the GPU.
 
     Args:
         lacking: why this rank cannot use such memory (e.g. a missing compiler), or "" if it can. If any rank cannot use

@@ -205,14 +205,14 @@ class _Step:
             micro-batch). Both are kept from the forward (F) to the backward (B) or input gradient (I). An output is
             None if it needs no gradient, because the stage is frozen.
         receiving: transfers to this rank in progress, by the instruction that computes the sent data.
-        made: results that will be sent, or that another stage of this rank needs, by the instruction that computed the
-            result.
+        made: results that are still needed, by the instruction that computed the result. A result is needed until it
+            is sent, or until another stage of this rank has used it.
         sending: sends whose data may not have arrived yet. On a GPU, once a receive from a rank is complete, all sends
             to that rank that were posted before this receive have arrived. gloo reports arrival only in a wait, at the
             end of the step.
         later: deferred weight gradients, kept until the instruction W computes them. A frozen stage has none.
         losses: the loss of each micro-batch.
-        place: the index of the next instruction in `Pipeline.progress`.
+        place: the index in `Pipeline.progress` of the text about the next instruction.
     """
 
     pipeline: Pipeline

@@ -1,11 +1,11 @@
 """Describe this process's current activity. Other ranks quote the description when this process fails, or when they
 wait for this process.
 
-report("step 12")                         # this process's latest activity
-with awaiting("the forward of rank 0"):   # a wait that the flight recorder does not record
-    work.wait()
-with others_wait("measuring this machine"):
-    ...                                   # long work that is not a hang
+    report("step 12")                         # this process's latest activity
+    with awaiting("the forward of rank 0"):   # a wait that the flight recorder does not record
+        work.wait()
+    with others_wait("measuring this machine"):
+        ...                                   # long work that is not a hang
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def _ranks(
 
 def _forget_meshes() -> None:
     """Drop the meshes that DTensor caches with its operators. In a later block, DTensor would use these meshes instead
-    of new meshes of the same ranks, although their groups no longer exist.
+    of new meshes of the same ranks, although the groups of the cached meshes no longer exist.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -186,8 +186,9 @@ def _at_the_store(
     problem: str,
     patience_s: float,
 ) -> tuple[Any, list[Process]]:
-    """Connect to the store of this process's `join` block with this number (counted from 0 for each address, port and
-    attempt), and wait for all ranks there (`RollCall`). Return the store and the ranks' processes.
+    """Connect to the store of a `join` block, and wait for all ranks there (`RollCall`). Return the store and the
+    processes of the ranks. `number` counts the blocks of this process from 0, separately for each address, port and
+    attempt.
 
     If a rank enters the next block before rank 0 has closed the previous block's store, it connects to that old store.
     When the old store closes, the rank reconnects.

@@ -49,6 +49,7 @@ _all: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
 def all_places() -> list[str]:
-    """Say, in a sentence for each of this process's GPUs, which place of its program the GPU has reached."""
+    """For each program that a GPU of this process is still running, a text ("this rank was ...") that names the GPU's
+    current place."""
     found = (progress.words for progress in list(_all))
     return [f"this rank was {words}" for words in found if words is not None]

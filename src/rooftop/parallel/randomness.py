@@ -130,7 +130,7 @@ Init = Callable[[Stream, Tensor, str, Boxes | None], object]
 
 @dataclass(frozen=True)
 class Normal:
-    """An initializer with normal numbers, truncated to the bounds if there are any."""
+    """An initializer with normal numbers, truncated to [low, high]."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -184,7 +184,8 @@ def materialize(
             shell patterns, such as "*.bias". An init is Normal, Uniform, Constant or any function of (stream, tensor,
             name, box).
         stream: the random numbers of a seed.
-        boxes: the boxes of tensors that are parts, by name in the whole model.
+        boxes: for each tensor of which this rank has only a part, the box of that part, by the tensor's name in the
+            whole model.
         device: the device of the new tensors.
         whole_name: for pipeline stages, a function from a name in this module to the name in the whole model.
 
@@ -250,7 +251,7 @@ def _rule(name: str, rules: Sequence[tuple[str, Init]]) -> Init:
 
 
 def _local_shape(name: str, tensor: Tensor, box: Boxes | None) -> tuple[int, ...]:
-    """The local shape of a tensor that has the shape of its boxes or of the whole tensor."""
+    """The shape of this rank's part of a tensor. The given tensor has the shape of the part or of the whole tensor."""
     boxes = _listed(box)
     shape = tuple(tensor.shape)
     if not boxes or sum(math.prod(each.size) for each in boxes) == tensor.numel():

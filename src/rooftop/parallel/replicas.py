@@ -68,7 +68,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: 
 
 
 def places_of(devices: Sequence[torch.device | str] | None) -> list[torch.device]:
-    """The devices with their indices, as in a tensor's `device`. Default: all GPUs, or the CPU if there are none.
+    """The devices, each with its index, as in a tensor's `device`. Default: all GPUs, or the CPU if there are none.
 
     Raises:
         ValueError: the list is empty, or a device does not exist or is neither a GPU nor the CPU.

@@ -165,7 +165,7 @@ def _differences(entries: Sequence[tuple[int, Mapping[str, str]]]) -> Iterable[s
 
 
 def say(store: Any, key: str, rank: int, linger_s: float, ranks: Iterable[int]) -> None:
-    """Set a rank's key, and wait a while for the other ranks to set theirs."""
+    """Set a rank's key, and wait up to `linger_s` seconds until the other ranks have set their keys."""
     try:
         store.set(f"{key}/{rank}", "1")
         others = [f"{key}/{each}" for each in ranks]

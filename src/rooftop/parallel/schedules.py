@@ -10,16 +10,17 @@ rank. `simulate` computes when each instruction runs and how long ranks are idle
 (`rooftop.parallel.pipelines`) and the simulation follow the same lists, so a schedule can be evaluated and tested
 without processes.
 
-| schedule | stages a rank | idle share of a step, F = 1, B = 2 | micro-batches held by the first rank |
+| schedule | stages per rank | idle share of a step, F = 1, B = 2 | activations on the first rank, in micro-batches |
 |---|---|---|---|
 | gpipe | 1 | (p - 1) / (m + p - 1) | m |
 | 1f1b | 1 | (p - 1) / (m + p - 1) | p |
-| interleaved | v | (p - 1) / (v m + p - 1), where p divides m | (v - 1) p + 2 p - 1 parts of 1 / v |
-| zb-h1 | 1 | (p - 1) / (3 m + p - 1), where m >= p | p |
-| zbv | 2 | (p - 1) / (6 m + p - 1), where m >= 2 p - 1 | 2 p parts of 1 / 2 |
+| interleaved | v | (p - 1) / (v * m + p - 1), where p divides m | p + (p - 1) / v |
+| zb-h1 | 1 | (p - 1) / (3 * m + p - 1), where m >= p | p |
+| zbv | 2 | (p - 1) / (6 * m + p - 1), where m >= 2 * p - 1 | p |
 
-The table uses p for ranks, m for micro-batches and v for stages per rank. zb-h1 and zbv split a backward B into the
-gradient of the input, I, and the gradients of the weights, W. No rank waits for W, so W fills idle time. The table's
+The table uses p for ranks, m for micro-batches and v for stages per rank. F and B are the times of a forward and a
+backward. zb-h1 and zbv split a backward B into the gradient of the input, I, and the
+gradients of the weights, W. No rank waits for W, so W fills idle time. The table's
 idle shares of zb-h1 and zbv assume F = I = W = 1.
 
 Sources: Huang et al. 2019, "GPipe" (arXiv:1811.06965); Narayanan et al. 2021, "Efficient Large-Scale Language Model
@@ -264,7 +265,7 @@ def _checked_seconds(
     if missing:
         raise ValueError(
             f"simulate: the schedule {schedule.name} has instructions of the kinds {', '.join(sorted(missing))}, but "
-            f"their seconds are missing: give the seconds of each kind that the schedule uses, out of {kinds}"
+            f"their seconds are missing: give the seconds of each kind that the schedule uses; the kinds are {kinds}"
         )
     by_kind = dict(seconds)
     return lambda each: by_kind[each.kind]

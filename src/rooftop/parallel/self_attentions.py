@@ -117,7 +117,7 @@ class ParallelSelfAttention(nn.Module):
         return self._dropped(out.view(x.shape))
 
     def summand(self, x: Tensor, rotation: Rotation | None, cache: Remembered | None, sums: NormSums) -> Summand:
-        """Run `forward` for inference without the sum over the ranks, which the next norm computes."""
+        """Run `forward` for inference, but leave the sum over the ranks to the norm that follows."""
         seen = self._attended(self.qkv(x), rotation, cache)
         return Summand(self.out.summand(self._merged(seen, x.shape)), self.out.bias, sums)
 

@@ -90,8 +90,8 @@ def fully_sharded(
 
 
 def sum_in_backward(model: nn.Module, wanted: bool) -> None:
-    """Set whether the next backward of a sharded model sums gradients over the data ranks, and leaves each rank its
-    rows of the sums.
+    """Set whether the next backward of a sharded model sums gradients over the data ranks. Each rank then keeps only
+    its own rows of the sums.
 
     If `wanted` is False, each rank accumulates whole gradients, which take more memory, until a later backward sums
     them.

@@ -333,8 +333,8 @@ class _ColumnProduct(torch.autograd.Function):
     """Computes activation(x @ weight.T + bias) for a part of the features, and returns the activation's input, too,
     without a gradient.
 
-    x is saved in gathered form, with all positions. Gathering x again in backward would save memory, but cost GPU
-    time."""
+    x is saved in gathered form, with all positions, unless `split` says that backward gathers x again. Gathering again
+    saves memory, but costs GPU time."""
 
     @staticmethod
     def forward(

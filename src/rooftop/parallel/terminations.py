@@ -96,8 +96,8 @@ def _go_on() -> None:
 
 
 def _as_before() -> None:
-    """Restore the handling in a forked process, such as a DataLoader worker, so that SIGTERM ends it as usual and does
-    not reach its parent.
+    """Restore the handling in a forked process, such as a DataLoader worker, so that SIGTERM ends the
+    forked process as usual, and the parent does not notice.
     """
     for termination in _active:
         signal.set_wakeup_fd(-1)

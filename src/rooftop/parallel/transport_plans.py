@@ -29,8 +29,15 @@ WIDTH = 2  # bytes per element
 
 @dataclass(frozen=True)
 class Exchange:
-    """The sizes on which the choice depends: query heads and key heads of a rank (after splitting over tensor parallel
-    ranks), features of a head, positions of a sequence, context parallel ranks, and whether layers have windows."""
+    """The sizes on which the choice depends.
+
+    Attributes:
+        heads, kv_heads: number of query heads, and of key heads, that a tensor parallel rank has.
+        features: features of a head.
+        length: positions of a sequence.
+        ranks: number of context parallel ranks.
+        windows: whether layers have attention windows.
+    """
 
     heads: int
     kv_heads: int

@@ -60,8 +60,8 @@ class Classes:
     z_loss: float
 
     def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets' columns on this rank (0 for other ranks' targets), and whether the targets are on this rank,
-        (N,) each."""
+        """Return two tensors (N,): the column of each target on this rank (0 if another rank has the target), and
+        whether this rank has the target."""
         column = target - self.start
         here = (column >= 0) & (column < self.here) & (target != self.ignore_index)
         return column.where(here, 0), here
@@ -71,8 +71,9 @@ class Classes:
 
 
 def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
-    """Statistics of logits (N, columns): the maximum (N,), and three values relative to the maximum, (3, N): the sum of
-    exponentials, the target's logit if this rank has it, and the sum of all logits."""
+    """Compute the statistics of logits (N, columns). Return the maximum of each row, (N,), and three values of each
+    row relative to this maximum, (3, N): the sum of exponentials, the target's logit (0 if another rank has it), and
+    the sum of all logits."""
     values = x[:, : classes.here].to(accumulator_dtype(x.dtype))
     if classes.here == 0:
         return values.new_full(values.shape[:1], -math.inf), values.new_zeros(3, len(values))

@@ -5,7 +5,7 @@
 | a failure that another rank has reported | from the store | 0.2 s |
 | the end of a rank's process on this machine | /proc | 0.2 s |
 | a rank on this machine that a signal has stopped | /proc | `STOPPED_S` |
-| a machine (or a rank alone on a machine) without a sign of life | its ranks' counts in the store | `SILENT_S` |
+| another machine whose ranks send no heartbeats | the ranks' heartbeat counts in the store | `SILENT_S` |
 | the end of the launcher that started this rank | the parent's PID | 0.2 s |
 | SIGTERM, which the launcher sends to all ranks when one has ended | `rooftop.parallel.terminations` | 0.2 s |
 | ranks that wait for a live rank | flight recorders and reported activity | `NOTE_S`: a note; `timeout_s`: a failure |
@@ -72,8 +72,8 @@ TELLING_S = 1.0
 for.
 """
 ARRIVING_S = 0.6
-"""A rank that is asked what it waits for, while it waits for nothing, answers after this many seconds, since it may
-soon wait for the failed rank.
+"""A rank that waits for nothing delays its answer by this many seconds if it is asked what it waits for. In this time,
+it may begin to wait for the failed rank.
 """
 PLACE_S = 0.4
 """Seconds between a rank's reports of its current activity, if the activity has changed."""

@@ -109,7 +109,7 @@ class Replayed:
         captured, given = _described(self._inputs), _described(inputs)
         if captured != given:
             raise ValueError(
-                f"Replayed: captured with {captured}, got {given}: call it with the same shapes and dtypes, or "
+                f"Replayed: captured with {captured}, got {given}: give inputs with the same shapes and dtypes, or "
                 "create another Replayed"
             )
         for place, tensor in zip(self._inputs, inputs, strict=True):

@@ -102,7 +102,7 @@ def test_a_module_that_does_not_load_or_has_no_sections(here: Path) -> None:
     with pytest.raises(ModelRunError, match="importing 'wrong' raised RuntimeError: too early"):
         find_task("wrong:build")
     (here / "loose.py").write_text("RECIPE = {'lr': 0.1}\ndef build(data, recipe): pass")
-    with pytest.raises(TargetError, match=r"RECIPE beside it is \{'lr': 0\.1\}: expected sections with values"):
+    with pytest.raises(TargetError, match=r"RECIPE in its module is \{'lr': 0\.1\}: expected sections with values"):
         find_task("loose:build")
 
 

@@ -43,7 +43,7 @@ class Agreement:
         self._work: Any = None
 
     def exchange(self, numbers: Sequence[int]) -> list[int]:
-        """Send this rank's numbers; return the minimum over all ranks of the numbers sent in the previous call.
+        """Send this rank's numbers. Return the minimum over all ranks of each number that the previous call sent.
 
         The first call returns zeros.
         """

@@ -121,7 +121,8 @@ def _layout(config: GptConfig, tensor_ranks: int) -> Layout:
 
 @dataclass(frozen=True)
 class _Place:
-    """Stand-in for a process group: layers on the meta device read their rank and the number of ranks from it."""
+    """Stand-in for a process group: layers on the meta device read their rank and the number of ranks from
+    this object."""
 
     index: int
     count: int

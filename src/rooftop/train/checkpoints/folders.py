@@ -44,10 +44,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Add the name of a file or folder, and the remedy, to OSErrors of the block.
+    """Add the name of a file or folder, and the remedy, to an OSError that the block raises.
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk is full.
         InputError: the path cannot be written for another reason.
     """
     try:

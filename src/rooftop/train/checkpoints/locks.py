@@ -1,6 +1,7 @@
 """Lock the folder of a training, so that a second training cannot mix its files with those of the first.
 
-The lock is a record lock on a file. Unlike `flock`, worker processes that outlive a killed training do not keep it.
+The lock is a record lock on a file. Worker processes that outlive a killed training do not keep this lock, as they
+would keep a lock by `flock`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises:
         InputError: another process has locked the folder, or the folder cannot be written.
-        OSError: there is no room.
+        OSError: the disk is full.
     """
     resolved = folder.resolve()
     if resolved in _held:

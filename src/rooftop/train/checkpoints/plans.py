@@ -5,7 +5,7 @@
     rank 2 holds   layers.1.up[0:64]    norm        rank 2 writes   layers.1.up[0:64]
     ...
 
-The ranks exchange lists of the parts that they hold (`Held`); the plan does not depend on the layout behind them. If
+The ranks exchange lists of the parts that they hold (`Held`). The plan depends only on these lists. If
 several ranks hold a part, the rank with the fewest bytes to write so far writes this part. Data and context parallel
 ranks hold the same parts. Tensor parallel ranks hold the same norms and shared heads. Pipeline stages hold the same
 tied embedding. Large parts are first cut by rows.
@@ -66,7 +66,7 @@ def planned(held: Sequence[Sequence[Held]]) -> list[list[FilePiece]]:
         held: the parts that each rank holds.
 
     Raises:
-        ValueError: the ranks do not hold each element of a tensor exactly once, or disagree on its shape or dtype.
+        ValueError: the ranks do not hold each element of a tensor exactly once, or disagree on the shape or dtype.
     """
     holders: dict[FilePiece, list[int]] = {}
     wholes: dict[str, tuple[str, tuple[int, ...]]] = {}

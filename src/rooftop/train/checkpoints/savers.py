@@ -154,7 +154,7 @@ class Saver:
                 self._finish()
 
     def _writing(self) -> Callable[[], None]:
-        """Start this rank's copy, and return the function that writes it."""
+        """Start the copy of this rank's data, and return the function that writes the copy to the disk."""
         if not self._pieces:
             return _nothing
         path, sources = self._temporary / file_name(self._agreement.rank), self._sources()

@@ -1,9 +1,9 @@
 """Map the weights and the optimizer state of a trainer to a checkpoint's tensors, named as in the whole model.
 
     layers.0.mlp.up.weight                         a weight; float32 or float64 even if the model's dtype is narrower
-    optimizer.exp_avg.layers.0.mlp.up.weight       its moments
+    optimizer.exp_avg.layers.0.mlp.up.weight       AdamW's moments of this weight
     optimizer.exp_avg_sq.layers.0.mlp.up.weight
-    optimizer.step.layers.0.mlp.up.weight          the number of its steps, shape ()
+    optimizer.step.layers.0.mlp.up.weight          the number of steps that this weight has made, shape ()
 
 A rank holds parts of these tensors (`Shard`). Padding is not saved, because the whole tensors have none.
 """
@@ -83,7 +83,7 @@ def shards_here(trainer: GptTrainer) -> dict[str, Shard]:
 
 @torch.no_grad()
 def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
-    """Load a trainer's weights, moments and step counts from a checkpoint to its device.
+    """Load a trainer's weights, moments and step counts from a checkpoint, onto the trainer's device.
 
     Raises:
         InputError: a tensor is missing, damaged or of another model.

@@ -67,7 +67,7 @@ def nothing_saved(folder: str | Path) -> bool:
 def find_training(folder: str | Path, training: GptTraining) -> tuple[Path, int]:
     """Find the last checkpoint in a folder and check that this training can resume it, without communication.
 
-    The result includes the checkpoint's step.
+    Returns (folder of the checkpoint, its step).
 
     Raises:
         InputError: there is no checkpoint, or it belongs to another training.

@@ -102,7 +102,8 @@ class _Normalized(torch.autograd.Function):
         own = wide.mean(dims)  # (C,)
         squares = (wide - _column(own, x)).square().sum(dims)
         part = torch.cat([own, squares, own.new_tensor([x.numel() // channels])])
-        means, sums, counts = start_gather(part[None], 0, group)().split([channels, channels, 1], 1)  # (R, C or 1)
+        # means (ranks, C), sums (ranks, C), counts (ranks, 1)
+        means, sums, counts = start_gather(part[None], 0, group)().split([channels, channels, 1], 1)
         count = counts.sum()
         mean = (counts * means).sum(0) / count
         deviations = sums.sum(0) + (counts * (means - mean).square()).sum(0)

@@ -13,8 +13,7 @@ class Lengths:
     """The numbers of steps of a run; steps count from 1.
 
     Attributes:
-        batch: samples per step, summed over all ranks: `run.batch`, or the number of samples if it is below
-            `run.batch`.
+        batch: samples per step, summed over all ranks: `run.batch`, or the number of samples if there are fewer.
         parts: forward and backward passes per step.
         per_epoch: steps per epoch; the last samples are left out if they do not fill a batch.
         steps: number of steps of the run.

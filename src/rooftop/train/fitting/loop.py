@@ -118,7 +118,8 @@ def fit(
             return fitting.run(resume, save_every, interval or (INTERVAL if world.device.type == "cuda" else 1))
         except DivergedError as error:
             diverged = error
-    raise diverged  # not within `join`, which would report a failed rank: all ranks raise this, and can train again
+    # Raised outside `join`, which would report a failed rank: all ranks raise this error, and can train again.
+    raise diverged
 
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

@@ -113,7 +113,7 @@ class Stepper:
                 replay.
 
         Returns:
-            (2,) float64: this rank's share of the loss, and its share of the whole batch.
+            (2,) float64: this rank's share of the loss, and this rank's share of the whole batch.
 
         Raises:
             InputError: with `summing`, a loss computes the gradient of a parameter in several backward passes.

@@ -1,4 +1,4 @@
-"""The description of a GPT training: sizes, rates and schedules, and checks of layouts of ranks.
+"""The description of a GPT training (sizes, rates and schedules), and checks whether a layout of ranks fits.
 
     training = GptTraining(config=config, length=256, global_batch=16, micro_batch=4)
     training.check(layout, world_size=8, device="cuda")    # without communication

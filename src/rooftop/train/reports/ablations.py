@@ -1,11 +1,11 @@
 """Measure the effect of each switch of a recipe: train the recipe with and without the switch, once for each seed.
 
 For each seed, the whole recipe is trained once. Then the recipe is trained once per switch with this switch off, i.e.
-at its default in `Recipe` or at a given value. The worth of a switch is the mean over seeds of the metric with the
-switch minus the metric without it. The sign is reversed if a lower metric is better, so a positive worth means that the
-switch helps. Both runs of a pair have the same seed, so initial values, sample order and augmentation are the same
-unless the switch changes them. Each worth has the standard error of the mean difference over the pairs. A worth whose
-95% interval (Student's t) contains 0 is within noise.
+at its default in `Recipe` or at a given value. The worth of a switch is the metric with the switch minus the metric
+without the switch, averaged over the seeds. The sign is reversed if a lower metric is better, so a positive worth means
+that the switch helps. Both runs of a pair have the same seed, so initial values, sample order and augmentation are the
+same unless the switch changes them. Each worth has the standard error of the mean difference over the pairs. A worth
+whose 95% interval (Student's t) contains 0 is within noise.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def ablate(
             if fitted.reason.startswith("stopped"):
                 break
             if fitted.last is None or metric not in fitted.last.values:
-                raise InputError(f"an ablation compares {metric} on validation data, but the task reports none")
+                raise InputError(f"an ablation compares {metric} on validation data, but the task does not report it")
             value = fitted.last.values[metric]
         seconds = time.monotonic() - began
         results[run.folder] = value

@@ -235,7 +235,7 @@ class Clips:
         return self.clips[self.numbers[index]].pixels.permute(0, 2, 3, 1).contiguous()
 
     def name(self, index: int) -> str:
-        """The file of a clip, and the number of the clip in the file."""
+        """The file of a clip, and the clip's first frame in the file."""
         file, first = self.clips.place(self.numbers[index])
         return f"{self.clips.readers[file].source.name}, frame {first}"
 

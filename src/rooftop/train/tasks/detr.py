@@ -43,7 +43,7 @@ from rooftop.train.tasks.task import Task
 
 BY_HEART, NEW = "shapes", "new-shapes"
 SCIPY = Extra("detection", "scipy", "scipy", "matching objects")
-COCO = Extra("detection", "pycocotools", "pycocotools", "COCO's figures")
+COCO = Extra("detection", "pycocotools", "pycocotools", "COCO's metrics")
 PICTURES = 8  # pictures to memorize
 PASS = 12_800  # number of new pictures per epoch
 JUDGED = 256  # number of new pictures that are held out

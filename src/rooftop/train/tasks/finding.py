@@ -96,7 +96,7 @@ def _defaults(name: str, module: ModuleType, data: str | None, cuda: bool) -> Va
 def _values(name: str, where: str, values: Any) -> Values:
     if not isinstance(values, Mapping) or not all(isinstance(each, Mapping) for each in values.values()):
         raise TargetError(
-            f"{name!r}: {where} beside it is {values!r}: expected sections with values, e.g. "
+            f"{name!r}: {where} in its module is {values!r}: expected sections with values, e.g. "
             '{"run": {"epochs": 5}, "optimizer": {"name": "adamw", "lr": 1e-3}}'
         )
     return values

@@ -213,7 +213,8 @@ def voxels_of(rows: Rows) -> Voxels:
     points, sizes, count = rows
     # The cloud number is a fourth coordinate, so one call finds the voxels of all clouds.
     cells = PointToVoxel([1] * 4, [0] * 4 + [*sizes, count], points.shape[1], len(points), SLOTS, points.device)
-    slots, indices, counts, of_point = cells.generate_voxel_with_id(points)  # (V, SLOTS, 5 + FEATURES), (V, 4)
+    # slots (V, SLOTS, 5 + FEATURES), indices (V, 4)
+    slots, indices, counts, of_point = cells.generate_voxel_with_id(points)
     features = slots[..., 4 : 4 + FEATURES].sum(1) / counts[:, None]
     votes = F.one_hot(slots[..., -1].long()).sum(1)  # (V, 1 + classes); column 0 counts empty slots and unknown labels
     votes[:, 0] = 0

@@ -46,7 +46,7 @@ def indexed_dtype(index: Path, data: Path) -> np.dtype:
     with index.open("rb") as file:
         start = file.read(HEADER.size)
     if start.startswith(OLD_MAGIC):
-        raise InputError(f"{index} has Megatron's old format (TNTIDX), not the memory-mapped one: {AGAIN}")
+        raise InputError(f"{index} has Megatron's old format (TNTIDX), not the memory-mapped format: {AGAIN}")
     if not start.startswith(MAGIC):
         raise InputError(
             f"{index} is not an index of Megatron-LM: move it away if {data} has no index, otherwise {AGAIN}"
