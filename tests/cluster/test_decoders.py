@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,24 @@ def test_items_come_in_order_and_damaged_ones_are_failures() -> None:
             assert torch.equal(each.value["tensor"], torch.full((number % 5, 3), number))
             assert each.value["empty"].shape == (0,)
         assert each.seconds >= 0
+
+
+def test_successive_clips_of_a_video_are_decoded_by_one_process() -> None:
+    """A process that gets clips from the middle of a video must first decode what comes before them."""
+    clips = [Item(f"{number}", number, f"/{number // 40}") for number in range(160)]  # 40 of each video
+    made = Decoders(4, lambda item: (int(item.input), os.getpid()), 8, in_runs=True)
+    given = [clips]
+    made.begin(lambda: given.pop() if given else None)
+    try:
+        found = [each.value for each in made.take(160)]
+    finally:
+        made.close()
+    assert [number for number, _ in found] == list(range(160))
+    assert len({process for _, process in found}) == 4
+    for first in range(0, 160, 40):
+        processes = [process for _, process in found[first : first + 40]]
+        seeks = sum(one != other for one, other in pairwise(processes))
+        assert seeks <= 8  # runs become shorter near the end, so that all processes have work
 
 
 def test_what_was_taken_stays_when_the_shared_memory_is_used_again() -> None:

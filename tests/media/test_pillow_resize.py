@@ -112,11 +112,11 @@ def test_what_cannot_be_resized_is_refused() -> None:
 
 @pytest.mark.gpu
 def test_photographs_on_a_gpu() -> None:
-    sizes = [(500, 375), (640, 480), (480, 640), (3000, 10), (1, 1), (9, 900)]
+    sizes = [(500, 375), (640, 480), (480, 640), (3000, 10), (1, 1), (2, 30)]
     photographs = [photograph(*size, seed) for seed, size in enumerate(sizes)]
     for changes in (
         [Resize((1066, 800))] * len(sizes),
-        [Resize((341 + each, 256), (58, 16, 282, 240), BICUBIC) for each in range(len(sizes))],
+        [Resize((300 + each, 400), (58, 16, 282, 240), BICUBIC) for each in range(len(sizes))],
         [Resize((30, 40 + each)) for each in range(len(sizes))],
     ):
         compared(photographs, changes, "cuda")

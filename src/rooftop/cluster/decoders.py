@@ -60,7 +60,9 @@ PAGE = 4096
 TASK_S = 0.04  # seconds of work in a task; the worker's thread waits for the GIL several times for each task
 TASK_BYTES = 48 << 20  # approximate bytes of a task's tensors
 TASK_ITEMS = 16
-CLIPS_OF_A_TASK = 8  # a task's clips are from one video, so that the process need not seek
+CLIPS_OF_A_TASK = 8
+# A process gets this many successive clips of a video. It seeks once for them: a seek decodes up to 250 further frames.
+CLIPS_OF_A_RUN = 16
 TASKS_OF_A_PROCESS = 2
 # maximum items decoded ahead, as a multiple of the items in all tasks; a larger multiple would touch new pages
 AHEAD = 2
@@ -69,7 +71,7 @@ DEATHS = 3  # an item fails after it has killed this many processes
 PARENT_S = 0.5  # seconds between two checks that the worker still runs
 ALIGNMENT = 64
 END = struct.Struct("q")  # the end of each result: number of bytes that its tensors occupy in the slot
-NICE = 5  # lower priority than the worker, which shares the cores and must react at once to results and the GPU
+NICE = 19  # lower priority than the worker, which shares the cores and must react at once to results and the GPU
 MOST_FILES = 65536  # limit on the files that a worker may have open when it forks
 
 
@@ -91,7 +93,7 @@ class _Process:
     process: Any = None
     connection: Any = None
     tasks: deque[tuple[int, list[_Waiting]]] = field(default_factory=deque)  # slot of the arena, items
-    source: str = ""  # the file of the last item
+    run: deque[_Waiting] = field(default_factory=deque)  # clips of one video that only this process will get
 
 
 class _Arena:
@@ -327,7 +329,7 @@ class Decoders:
             for item in items:
                 self._waiting.append(_Waiting(self._last, item))
                 self._last += 1
-        while self._waiting:
+        while (process := self._freest()) is not None:
             with self._changed:
                 ahead = len(self._found) + self._flying
                 most = max(self._least_ahead, AHEAD * TASKS_OF_A_PROCESS * self.count * self._usual())
@@ -335,16 +337,15 @@ class Decoders:
                 self._paused = full and (self._flying > 0 or self._first in self._found)
                 if self._paused:  # only if the next item to take is decoded, or a process is at work
                     return
-            process = self._freest()
-            if process is None:
-                return
-            self._give_to(process, self._task())
+            self._give_to(process, self._task(process))
 
     def _freest(self) -> _Process | None:
-        free = [each for each in self._processes if len(each.tasks) < TASKS_OF_A_PROCESS]
-        if self._in_runs and (known := [each for each in free if each.source == self._waiting[0].item.source]):
-            return known[0]
-        return min(free, key=lambda each: len(each.tasks), default=None)
+        """The process that gets the next task: of those with the fewest tasks, the one whose next item is needed first.
+        None if no process has both room and items."""
+        free = [
+            each for each in self._processes if len(each.tasks) < TASKS_OF_A_PROCESS and (each.run or self._waiting)
+        ]
+        return min(free, key=lambda each: (len(each.tasks), (each.run or self._waiting)[0].number), default=None)
 
     def _usual(self) -> int:
         """The number of items in a task when many items wait: some milliseconds of work, or one item while the time per
@@ -358,27 +359,19 @@ class Decoders:
             most = min(most, int(TASK_BYTES / self._size))
         return max(1, most)
 
-    def _task(self) -> list[_Waiting]:
-        """The items of the next task: a fair share of the waiting items if only few wait, or a single item if that item
-        has killed a process."""
-        most = self._usual()
-        if not self._in_runs:
-            most = min(most, -(-len(self._waiting) // self.count))
-        task = [self._waiting.popleft()]
-        while (
-            self._waiting
-            and len(task) < most
-            and not task[0].deaths
-            and not self._waiting[0].deaths
-            and not (self._in_runs and self._waiting[0].item.source != task[0].item.source)
-        ):
-            task.append(self._waiting.popleft())
-        return task
+    def _task(self, process: _Process) -> list[_Waiting]:
+        """The items of the process's next task: a fair share of the waiting items if only few wait, or a single item if
+        that item has killed a process."""
+        share = -(-len(self._waiting) // self.count)
+        if self._in_runs and not process.run:
+            process.run.extend(_first_of(self._waiting, min(CLIPS_OF_A_RUN, share), of_one_file=True))
+        if self._in_runs:
+            return _first_of(process.run, self._usual())
+        return _first_of(self._waiting, min(self._usual(), share))
 
     def _give_to(self, process: _Process, task: list[_Waiting]) -> None:
         slot = self._slot(process, len(task))
         process.tasks.append((slot, task))
-        process.source = task[-1].item.source
         self._flying += len(task)
         with suppress(OSError):  # `_read` notices a process that has ended
             process.connection.send((slot, [each.item for each in task]))
@@ -438,7 +431,7 @@ class Decoders:
             return _Lending(content, arena.lend(slot, size, arena.free))
         if not arena.pinned(slot):
             if self._may_pin:
-                self._to_pin.append((arena, slot, min(LENT_BYTES, 2 * size)))
+                self._to_pin.append((arena, slot, size))
         elif arena.pinned(slot) < size:  # CUDA refuses to copy memory that is pinned only in part
             return _Copying(content, arena.read(slot, size), False)
         return _Lending(content, arena.lend(slot, size, arena.freed))
@@ -464,7 +457,8 @@ class Decoders:
                 with self._changed:
                     self._found[each.number] = Decoded(Failure(why), 0.0), 0
                     self._changed.notify_all()
-        self._waiting.extendleft(reversed(again))
+        self._waiting.extendleft(reversed([*again, *process.run]))
+        process.run.clear()
         self._idle_deaths += not tasks
         if self._idle_deaths >= DEATHS:
             raise ModelRunError(f"a decoding process ended {how} while it had nothing to do, {DEATHS} times")
@@ -473,7 +467,6 @@ class Decoders:
     def _start(self, process: _Process) -> None:
         context = multiprocessing.get_context("fork")
         process.connection, its = context.Pipe()
-        process.source = ""
         process.process = context.Process(
             target=_work, args=(its, process.arena, self._decode, os.getpid()), name="rooftop-decoder", daemon=True
         )
@@ -482,6 +475,22 @@ class Decoders:
             process.process.start()
         its.close()
         self._selector.register(process.connection, selectors.EVENT_READ, process)
+
+
+def _first_of(waiting: deque[_Waiting], most: int, of_one_file: bool = False) -> list[_Waiting]:
+    """Take the first items: at least one and at most `most`, with `of_one_file` only items of the same file. An item
+    that has killed a process is taken alone."""
+    taken = [waiting.popleft()]
+    first = taken[0]
+    while (
+        waiting
+        and len(taken) < most
+        and not first.deaths
+        and not waiting[0].deaths
+        and not (of_one_file and waiting[0].item.source != first.item.source)
+    ):
+        taken.append(waiting.popleft())
+    return taken
 
 
 # ---- in a decoding process -------------------------------------------------------------------------------------------

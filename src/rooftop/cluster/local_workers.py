@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from rooftop.cluster.decoders import Decoders
 
 CHUNKS_OF_A_WORKER = 2
-ITEMS_OF_A_DECODER = 16  # a worker gets further chunks until each of its decoding processes has this many items
+# A worker gets further chunks until it has this many items for each of its decoding processes. A decoding process gets
+# 16 successive clips of a video.
+ITEMS_OF_A_DECODER, CLIPS_OF_A_DECODER = 16, 48
 CORES_OF_A_WORKER = 4  # on the CPU
 MOST_STARTS = 3  # the run fails after this many failed starts
 MOST_THREADS = 16  # maximum decoding threads of a worker, each of which may hold a whole photograph
@@ -142,7 +144,8 @@ class LocalWorkers:
 
     def _freest(self, careful: bool) -> _Worker | None:
         most = 0 if careful else CHUNKS_OF_A_WORKER - 1
-        least = 0 if careful else ITEMS_OF_A_DECODER * self.division.decoders
+        clips = self.job.decoding.kind == "clip"
+        least = 0 if careful else (CLIPS_OF_A_DECODER if clips else ITEMS_OF_A_DECODER) * self.division.decoders
         free = [
             each
             for each in self._workers

@@ -240,7 +240,7 @@ class Classes:
         return pa.schema([*best, ("labels", pa.list_(pa.int64())), ("names", names), ("probabilities", probabilities)])
 
     def table(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> Any:
-        finite, probabilities, labels = results  # (B,), (B, top) and (B, top)
+        finite, probabilities, labels = (each.numpy() for each in results)  # (B,), (B, top) and (B, top)
         if not finite.all():
             raise not_finite(CALLED)
         names = _named(labels, _names(imagenet_names, classes))
@@ -284,13 +284,14 @@ class Objects:
         )
 
     def table(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> Any:
-        finite, counts, scores, labels, boxes = results
+        # NumPy selects the objects. torch's operators would wake a team of threads on cores that decode.
+        finite, counts, scores, labels, boxes = (each.numpy() for each in results)
         if not finite.all():
             raise not_finite(CALLED)
-        found = torch.arange(scores.shape[1]) < counts[:, None]  # (B, queries)
+        found = np.arange(scores.shape[1]) < counts[:, None]  # (B, queries)
         scores, labels, boxes = scores[found], labels[found], boxes[found]  # (objects,), (objects,), (objects, 4)
-        ends = np.concatenate([[0], counts.numpy().cumsum()]).astype(np.int32)
-        edges = _lists(_values(boxes), np.arange(0, boxes.numel() + 1, 4, dtype=np.int32))
+        ends = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+        edges = _lists(_values(boxes), np.arange(0, boxes.size + 1, 4, dtype=np.int32))
         pa = load_arrow()
         size = [pa.array([each.size[axis] for each in photographs], pa.int64()) for axis in (0, 1)]
         names = _named(labels, _names(coco_names, classes))
@@ -298,10 +299,9 @@ class Objects:
         return pa.RecordBatch.from_arrays([*size, *lists], schema=self.columns)
 
 
-def _values(tensor: Tensor) -> Any:
-    """The values of a tensor as a one-dimensional Arrow array. The array has its own memory, since the tensor may be
-    pinned."""
-    return load_arrow().array(tensor.numpy().reshape(-1).copy())
+def _values(values: np.ndarray) -> Any:
+    """All values as a one-dimensional Arrow array with its own memory, since the memory of `values` may be pinned."""
+    return load_arrow().array(values.reshape(-1).copy())
 
 
 def _lists(values: Any, ends: Any) -> Any:
@@ -317,7 +317,7 @@ def _names(names_of: Callable[[None, int], Sequence[str] | None], classes: int) 
     return None if names is None else load_arrow().array([name or None for name in names], load_arrow().string())
 
 
-def _named(labels: Tensor, names: Any) -> Any:
+def _named(labels: np.ndarray, names: Any) -> Any:
     """The name of each label as an Arrow array."""
     pa = load_arrow()
-    return pa.nulls(labels.numel(), pa.string()) if names is None else names.take(_values(labels))
+    return pa.nulls(labels.size, pa.string()) if names is None else names.take(_values(labels))
