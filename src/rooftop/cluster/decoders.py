@@ -53,14 +53,14 @@ from rooftop.cluster.working import Decoded, decoded
 from rooftop.errors import MissingExtraError, ModelRunError
 from rooftop.hardware.page_faults import keep_memory
 
-COPIED_SLOTS, LENT_SLOTS = 2, 4  # slots per process; each running task uses one of them
-COPIED_BYTES, LENT_BYTES = 256 << 20, 96 << 20  # bytes of each of these slots; only written pages take memory
+COPIED_SLOTS, LENT_SLOTS = 2, 8  # slots per process; each running task uses one of them
+COPIED_BYTES, LENT_BYTES = 256 << 20, 48 << 20  # bytes of each of these slots; only written pages take memory
 SPARE = 1.25  # number of bytes to pin in a slot, as a multiple of the bytes that its present contents occupy
 PAGE = 4096
 TASK_S = 0.04  # seconds of work in a task; the worker's thread waits for the GIL several times for each task
-TASK_BYTES = 48 << 20  # approximate bytes of a task's tensors
+TASK_BYTES = 24 << 20  # approximate bytes of a task's tensors
 TASK_ITEMS = 16
-CLIPS_OF_A_TASK = 8
+CLIPS_OF_A_TASK = 4
 # A process gets this many successive clips of a video. It seeks once for them: a seek decodes up to 250 further frames.
 CLIPS_OF_A_RUN = 16
 TASKS_OF_A_PROCESS = 2

@@ -26,6 +26,7 @@ from rooftop.launch.triton_launch import launch
 
 ONE_BITS = 22  # a weight of 1 is 2**22
 MOST_VALUES = 2**31 - 1  # values of an image that a kernel counts in int32
+MOST_SIDE = 65535  # rows of a result, and photographs of a batch: limits of a CUDA grid
 BLOCK, WARPS = 512, 4
 
 
@@ -54,7 +55,12 @@ class Resize:
 
     def runs_on_device(self, width: int, height: int) -> bool:
         """Whether `resized_on_device` gives Pillow's pixels for a photograph of this size."""
-        return self.interpolation in FILTERS and not self._columns_first(width, height)
+        return (
+            self.interpolation in FILTERS
+            and not self._columns_first(width, height)
+            and self.result[1] <= MOST_SIDE
+            and max(3 * height * width, 3 * height * self.result[0], 3 * math.prod(self.result)) <= MOST_VALUES
+        )
 
     def _columns_first(self, width: int, height: int) -> bool:
         """Whether a version of Pillow resizes columns before rows, which rounds differently. Pillow 13 does so if the
@@ -84,8 +90,8 @@ def resized_on_device(
         One (N, H, W, 3) uint8 if all results have the same size; if not, a (1, H, W, 3) for each photograph.
 
     Raises:
-        InputError: a photograph does not lie inside `pixels`, a result is empty, a photograph or result has 2**31
-            values or more, or `Resize.runs_on_device` is False for a photograph.
+        InputError: a photograph does not lie inside `pixels`, a result is empty, or `Resize.runs_on_device` is False
+            for a photograph.
     """
     from rooftop.media import pillow_resize_kernels as kernels
 
@@ -94,10 +100,10 @@ def resized_on_device(
             f"pixels have shape {tuple(pixels.shape)}, dtype {pixels.dtype} and strides {pixels.stride()}: expected "
             "(bytes,) uint8, contiguous"
         )
-    if not photographs or len(photographs) != len(changes):
+    if len(photographs) != len(changes) or not 0 < len(photographs) <= MOST_SIDE:
         raise InputError(
             f"got {len(photographs)} photographs and {len(changes)} changes: expected one change for each of at least "
-            "one photograph"
+            f"one photograph, and at most {MOST_SIDE}"
         )
     tables = _Tables()
     kinds: dict[tuple[int, int, Resize], int] = {}  # most photographs of a batch have the same size
@@ -124,11 +130,11 @@ def resized_on_device(
     on_device = [_moved(each, device) for each in (entries, np.concatenate(tables.tables))]
     between = torch.empty(int(ends_of_rows[-1]), dtype=torch.uint8, device=device)
     out = torch.empty(int(ends[-1]), dtype=torch.uint8, device=device)
-    for kernel, source, to, most in (
-        (kernels.resize_across, pixels, between, int(rows.max()) // 3),
-        (kernels.resize_down, between, out, int(results.max())),
+    width, height = (max(change.result[axis] for change in changes) for axis in (0, 1))
+    for kernel, source, to, grid in (
+        (kernels.resize_across, pixels, between, (-(-int(rows.max()) // (3 * BLOCK)), len(photographs))),
+        (kernels.resize_down, between, out, (-(-3 * width // BLOCK), height, len(photographs))),
     ):
-        grid = (-(-most // BLOCK), len(photographs))
         launch(kernel, grid, device, source, *on_device, to, BLOCK=BLOCK, num_warps=WARPS)
     sizes = [change.result[::-1] for change in changes]
     if len(set(sizes)) == 1:
@@ -178,14 +184,8 @@ def _check(height: int, width: int, change: Resize) -> None:
     if not change.runs_on_device(width, height):
         names = " or ".join(each.name for each in FILTERS)
         raise InputError(
-            f"{change} of {width} x {height} pixels: expected the filter {names}, and a size for which Pillow resizes "
-            "rows first; use Resize.by_pillow"
-        )
-    most = max(3 * height * width, 3 * height * change.result[0], 3 * math.prod(change.result))
-    if most > MOST_VALUES:
-        raise InputError(
-            f"a photograph of {width} x {height} pixels, resized to {change.result[0]} x {change.result[1]}, has 2**31 "
-            "values or more: resize it by Pillow"
+            f"{change} of {width} x {height} pixels: expected the filter {names}, a size for which Pillow resizes rows "
+            f"first, at most {MOST_SIDE} rows and fewer than 2**31 values; use Resize.by_pillow"
         )
 
 

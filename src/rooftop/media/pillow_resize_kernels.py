@@ -63,21 +63,18 @@ def resize_down(
     out,  # (bytes,) uint8: the results, (HEIGHT, WIDTH, 3) for each photograph
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Resize the columns of a photograph, BLOCK result values in each program."""
-    entry = photographs + tl.program_id(1) * ENTRIES
+    """Resize the columns of a photograph, BLOCK values of a result row in each program."""
+    entry = photographs + tl.program_id(2) * ENTRIES
     width = 3 * tl.load(entry + WIDTH).to(tl.int32)
-    count = tl.load(entry + HEIGHT).to(tl.int32) * width
-    if tl.program_id(0) * BLOCK < count:
-        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        there = place < count
-        row, column = place // width, place % width
+    row = tl.program_id(1)
+    if (row < tl.load(entry + HEIGHT).to(tl.int32)) & (tl.program_id(0) * BLOCK < width):
+        column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         taps = tl.load(entry + ROW_TAPS).to(tl.int32)
         weights = tables + tl.load(entry + ROW_TABLE) + row * (taps + 1)
-        first = tl.load(weights, mask=there, other=0)
-        source = rows + tl.load(entry + BETWEEN) + first * width + column
+        source = rows + tl.load(entry + BETWEEN) + tl.load(weights) * width + column
         total = tl.zeros((BLOCK,), tl.int32)
         for tap in range(taps):
-            weight = tl.load(weights + 1 + tap, mask=there, other=0)
-            used = there & (weight != 0)
+            weight = tl.load(weights + 1 + tap)
+            used = (column < width) & (weight != 0)
             total += weight * tl.load(source + tap * width, mask=used, other=0).to(tl.int32)
-        tl.store(out + tl.load(entry + OUT) + place, rounded(total), mask=there)
+        tl.store(out + tl.load(entry + OUT) + row * width + column, rounded(total), mask=column < width)
