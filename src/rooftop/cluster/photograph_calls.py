@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -179,19 +179,25 @@ class PhotographCall:
         pixels = [each.pixels for each in photographs]
         if self.pins and not pixels[0].is_pinned():  # the pixels of a batch are pinned, or none of them are
             pixels = self._pinned(pixels)
-        whole: Tensor = self._copies.hand_over(self._copies.begin_joined(pixels))  # (bytes,)
-        starts = accumulate((each.numel() for each in pixels), initial=0)
-        places = [(start, *each.shape[:2]) for start, each in zip(starts, pixels, strict=False)]
+        copied = self._copies.begin_joined(pixels, partial(self._resized, photographs))
+        images: list[Tensor] = self._copies.hand_over(copied)
+        return images
+
+    def _resized(self, photographs: list[Shown], pixels: Tensor) -> list[Tensor]:
+        """Resize photographs whose values (bytes,) are on the device."""
+        sizes = [each.pixels.numel() for each in photographs]
+        shapes = [tuple(each.pixels.shape) for each in photographs]
         if not all(each.resized for each in photographs):
+            starts = accumulate(sizes, initial=0)
+            places = [(start, height, width) for start, (height, width, _) in zip(starts, shapes, strict=False)]
             changes = [
                 (no_change if each.resized else self._change)(width, height)
-                for each, (_, height, width) in zip(photographs, places, strict=True)
+                for each, (height, width, _) in zip(photographs, shapes, strict=True)
             ]
-            return resized_on_device(whole, places, changes)
-        if len({each.shape for each in pixels}) == 1:
-            return [whole.view(len(pixels), *pixels[0].shape)]
-        parts = whole.split([each.numel() for each in pixels])
-        return [part.view(1, *each.shape) for part, each in zip(parts, pixels, strict=True)]
+            return resized_on_device(pixels, places, changes)
+        if len(set(shapes)) == 1:
+            return [pixels.view(len(shapes), *shapes[0])]
+        return [part.view(1, *shape) for part, shape in zip(pixels.split(sizes), shapes, strict=True)]
 
     @staticmethod
     def _pinned(pixels: list[Tensor]) -> list[Tensor]:

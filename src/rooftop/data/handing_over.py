@@ -6,7 +6,7 @@ copy's event.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -53,21 +53,23 @@ class Copies:
             copied = pytree.tree_map(self._moved, value)
             return Copied(copied, self._stream.record_event() if self._stream is not None else None)
 
-    def begin_joined(self, tensors: Sequence[Tensor]) -> Copied:
-        """Start to copy tensors of one dtype into one tensor (values,) on the device, one after another.
+    def begin_joined(self, tensors: Sequence[Tensor], then: Callable[[Tensor], Any]) -> Copied:
+        """Start to copy tensors of one dtype into one tensor (values,) on the device, one after another. Return what
+        `then` makes of this tensor; on a GPU, its kernels run on the copy stream.
 
         The device's memory is allocated once, and not for each tensor.
         """
         flat = [each.reshape(-1) for each in tensors]
         if self._stream is None:
-            return self.begin(torch.cat(flat))
+            copied = self.begin(torch.cat(flat))
+            return Copied(then(copied.value), copied.ready)
         with self.stream():
             sizes = [each.numel() for each in flat]
             joined = torch.empty(sum(sizes), dtype=flat[0].dtype, device=self._device)
             for part, each in zip(joined.split(sizes), flat, strict=True):
                 part.copy_(each, non_blocking=True)
             self.copied_bytes += joined.nbytes
-            return Copied(joined, self._stream.record_event())
+            return Copied(then(joined), self._stream.record_event())
 
     def _moved(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
