@@ -65,7 +65,7 @@ def test_grey_photographs_have_three_channels(tmp_path: Path) -> None:
 def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"no photograph")
     for device in ("cpu", "cuda"):
-        with pytest.raises(InputError, match="a.jpg"):
+        with pytest.raises(InputError, match=r"a\.jpg"):
             Cropped().read(str(tmp_path / "a.jpg"), device)
 
 
