@@ -126,7 +126,13 @@ def test_every_line_is_true_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert (f"CUDA {torch.version.cuda} build" in found["torch"].found) == (torch.version.cuda is not None)
     for package in ("numpy", "click", "nvidia-ml-py") if asked_by("rooftop") else ():
         assert f"{package} {metadata.version(package)}" in found["Packages"].found
-    for part, package in {"cuda.core": "cuda-core", "Charts": "plotly", "Warp": "warp-lang", "PyAV": "av"}.items():
+    for part, package in {
+        "cuda.core": "cuda-core",
+        "Charts": "plotly",
+        "Warp": "warp-lang",
+        "PyAV": "av",
+        "pyarrow": "pyarrow",
+    }.items():
         assert not found[part].needed
         version = requirements.version_of(package)
         assert (found[part].status, found[part].found) == (

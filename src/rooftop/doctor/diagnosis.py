@@ -348,4 +348,6 @@ PARTS: tuple[Part, ...] = (
         needed=False,
     ),
     Part("PyAV", partial(_package, module="av", package="av", extra="media"), needed=False),
+    Part("simplejpeg", partial(_package, module="simplejpeg", package="simplejpeg", extra="media"), needed=False),
+    Part("pyarrow", partial(_package, module="pyarrow", package="pyarrow", extra="cluster"), needed=False),
 )
