@@ -1,7 +1,7 @@
 """Photographs for models: decode a file, and resize it here or leave the resize to the GPU.
 
-Resizing takes more time than decoding, for a detector ten times as much. A GPU gives the same pixels almost at once, and
-a photograph has fewer bytes than its enlargement. So if the worker has a GPU, decoding processes only decode.
+Resizing takes more time than decoding: for a detector, ten times as much. A GPU gives the same pixels almost at once,
+and a photograph has fewer bytes than its enlargement. So if the worker has a GPU, decoding processes only decode.
 """
 
 from __future__ import annotations
