@@ -166,7 +166,7 @@ class PlainInstrument:
 
 
 def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
-    """Idle time of the device between the end of a blocking call and the next kernel."""
+    """Total idle time of the device between two kernels with the end of a blocking call between them."""
     idle_ns, position = 0, 0
     starts = sorted(kernel.start_ns for kernel in kernels)
     ends = sorted(kernel.end_ns for kernel in kernels)

@@ -177,8 +177,8 @@ def _bounds_of_numbers(numbers: tuple[int | float, ...]) -> Bounds | None:
 
 
 def _float32_is_enough(root: MatExpr, nodes: list[MatExpr], bounds: BoundsOf, depth: int) -> bool:
-    """Whether float32 gives the same stored numbers as float64: no path through the expression rounds twice in float32,
-    and a rounded value is stored without another rounding."""
+    """Whether float32 gives the same stored numbers as float64: each path through the expression rounds at most once in
+    float32, and storing the rounded value gives the same number as storing the float64 value."""
     narrow = {CV_32F: (CV_32F,), CV_16F: (CV_16F,), CV_16BF: (CV_16BF,)}.get(depth, ())
     rounded: dict[int, bool] = {}
     leaves_allow = True  # whether rounding to float32 before the store changes no stored number

@@ -125,7 +125,7 @@ def _channels_last(array: Any, layout: str) -> Any:
 
 
 def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: str) -> tuple[int, Sizes, Sizes]:
-    """Type, sizes and steps of an array with this shape and these strides, in bytes."""
+    """Type, sizes and steps of an array with this shape and these strides. Strides and steps are in bytes."""
     if not shape:
         raise ValueError("a Mat has at least one dimension, got a single number: reshape it to (1, 1)")
     if type is None:

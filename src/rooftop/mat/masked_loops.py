@@ -76,7 +76,8 @@ def _copy(
     first: int, last: int, target: np.ndarray, target_step: int, mask: np.ndarray, mask_step: int,
     source: np.ndarray, source_step: int, is_value: bool, columns: int, channels: int, block: int,
 ) -> None:  # fmt: skip
-    """Copy the blocks from the first to the last, row by row."""
+    """Copy the blocks with the numbers `first` to `last` - 1. A block is a part of one row of the array; blocks are
+    numbered along the first row, then along the second."""
     parts = (columns + block - 1) // block
     room = np.empty(block * channels, target.dtype)
     zero, ones = room.dtype.type(0), ~room.dtype.type(0)

@@ -340,7 +340,7 @@ class _Kernel:
         return any(number not in self.kernels_of[node] for number in kernels) or not kernels
 
     def _stored_tensors(self, node: fx.Node) -> list[Tensor]:
-        """For an operator with several results, the results that other nodes use."""
+        """For an operator with several results, the results that other kernels or the graph's output use."""
         picked = [user for user in node.users if _is_getitem(user)]
         if isinstance(node.meta.get("val"), Tensor) or not picked:
             # If a value is read only through views (a slice), the kernel stores only the views.

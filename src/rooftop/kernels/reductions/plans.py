@@ -132,7 +132,7 @@ def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], o
 
 
 def _view_of_matrix(shape: Sequence[int], dims: Sequence[int]) -> View:
-    """The view of the matrix (kept, reduced) into which a tensor is copied."""
+    """The `View` of the matrix (kept, reduced) that kernels reduce after a tensor was copied to it."""
     columns = math.prod(shape[dim] for dim in dims)
     view = view_of((math.prod(shape) // columns, columns), (columns, 1), (1,), ordered=True)
     assert view is not None

@@ -454,7 +454,8 @@ class _Fitting:
     # ---- evaluations and checkpoints ---------------------------------------------------------------------------------
 
     def _evaluate(self, step: int, ended: bool) -> None:
-        """Evaluate the model, with the mean weights if there are any, and export the best or last weights."""
+        """Evaluate the model, with the mean weights if there are any. Export the weights as "best" if no earlier result
+        is better, and as "last" if the training ends here."""
         self._share(self.task.model.buffers())
         with self.stepper.mean_weights():
             if ended:
