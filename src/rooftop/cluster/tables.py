@@ -43,7 +43,7 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe an exception by its type and message, or an error of Rooftop by only its message."""
+        """Describe an exception by its type and message, or an InputError by only its message."""
         said = whole_message(error)
         kind = type(error).__name__
         return Failure(said if isinstance(error, InputError) and said else f"{kind}: {said}" if said else kind)

@@ -164,7 +164,8 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Within the `with` block, Python makes all calls of all threads, including calls of backward."""
+    """Within the `with` block, Python instead of C++ makes all calls of `repeated` and `repeated_rows` functions, in
+    all threads, and those of their backward."""
     _enter(1)
     try:
         yield

@@ -293,7 +293,7 @@ class VideoWriter:
 
         Raises:
             InputError: a shape or dtype is not as expected, the rate or codec differs from earlier calls, a value is
-                not finite, `sound_from` was given too, or the first frame is already written.
+                not finite, `sound_from` was given too, or a frame is already written at the first call.
             VideoWriteError: the encoder refuses the settings or the samples. The writer is then closed, and leaves no
                 file.
         """

@@ -60,7 +60,7 @@ Examples:
 @click.option(
     "--plan",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Apply this plan instead of searching for one.",
+    help="Apply the plan that --save wrote to this file, instead of searching for changes.",
 )
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan to this file.")
 @json_option("the results")
@@ -68,7 +68,7 @@ Examples:
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write an HTML page with the times before and after, and each change with its reason.",
+    help="Also write an HTML page with the times before and after, and all changes: kept, or why not.",
 )
 @done_by("rooftop.cli.optimize:run")
 def command() -> None:

@@ -47,7 +47,8 @@ VIDEOS = (".mp4", ".mkv", ".mov")  # containers that support H.264
     "--context",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"Number of frames before --after that the network reads.  [default: {USUAL_CONTEXT}, or all if fewer]",
+    help="Number of frames that the network reads: the last ones before --after, without the frame at --after.  "
+    f"[default: {USUAL_CONTEXT}, or all if fewer]",
 )
 @click.option(
     "--size",

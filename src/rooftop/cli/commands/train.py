@@ -242,8 +242,9 @@ def command() -> None:
 @click.option(
     "--pipeline-schedule",
     type=choice["schedules"],
-    help="Order in which pipeline ranks compute micro-batches. gpipe: all forwards, then all backwards. 1f1b: keeps "
-    "fewer activations in memory than gpipe. interleaved: several stages per rank, shorter bubbles. zb-h1, zbv: fill "
+    help="Order in which pipeline ranks compute micro-batches. gpipe: all forwards, then all backwards. 1f1b: "
+    "forwards and backwards alternate, which keeps fewer activations in memory. interleaved: several stages per rank, "
+    "shorter bubbles. zb-h1, zbv: fill "
     "bubbles with weight gradients.  [default: 1f1b; interleaved with --num-layers-per-virtual-pipeline-stage]",
 )
 @size(

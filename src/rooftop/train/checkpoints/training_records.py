@@ -185,7 +185,7 @@ def check_same(record: TrainingRecord, training: GptTraining) -> None:
 
 
 def described(trainer: GptTrainer) -> dict[str, Any]:
-    """Describe a training after its last step: the contents of training.json."""
+    """Describe a training as it is after the latest step: the contents of training.json."""
     tokens = trainer.batches.tokens
     return {
         "format": FORMAT,
