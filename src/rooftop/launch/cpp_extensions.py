@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-PATIENCE_S = 600  # time limit of a compilation, which takes less than a minute on most machines
+# maximum wait for another process that compiles the same module, which takes less than a minute on most machines
+PATIENCE_S = 600
 
 # Code of a separate process, which may outlive this process. The code compiles to a temporary file, and renames that
 # file.

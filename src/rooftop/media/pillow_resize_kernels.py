@@ -9,8 +9,9 @@ HALF, ONE_BITS = tl.constexpr(1 << 21), tl.constexpr(22)  # weights are integers
 
 # Columns of the table of photographs. Places are indices of the first value of a photograph or of an axis's weights.
 START, STRIDE, ROWS, WIDTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-COLUMN_TABLE, COLUMN_TAPS = tl.constexpr(4), tl.constexpr(5)  # place and weights per result, along a row
-HEIGHT, ROW_TABLE, ROW_TAPS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)  # the same along a column
+# Of the weights with which rows are resized: their place, and their number per result pixel
+COLUMN_TABLE, COLUMN_TAPS = tl.constexpr(4), tl.constexpr(5)
+HEIGHT, ROW_TABLE, ROW_TAPS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)  # the same for columns
 BETWEEN, OUT = tl.constexpr(9), tl.constexpr(10)  # places among the resized rows, and among the results
 ENTRIES = tl.constexpr(11)
 

@@ -31,7 +31,7 @@ STEPS_BETWEEN_WAITS = {"cpu": 1, "cuda": 2}
 """Number of steps in a stretch. At the end of a stretch, the host waits for the device. (If each step on a GPU were a
 stretch, launches would count as exposed communication.)
 """
-# once the first rank has ended, time within which all other ranks together must end
+# maximum time that the first rank waits, at its end, for each other rank in turn
 ROW_TIMEOUT = timedelta(seconds=60)
 
 

@@ -104,7 +104,7 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         best, token = logits.max(-1)
         return torch.where(best > -torch.inf, token, -1)
     scores = logits.double()
-    # scores of at most 0 do not overflow for any temperature
+    # scores of at most 0 never become inf, whatever the temperature
     scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
     tokens: Tensor | None = None
     if sampling.top_k is not None or sampling.top_p < 1:

@@ -28,7 +28,7 @@ STEPS_PER_EDGE = 64  # least number of grid steps in the mean edge
 STEPS = 1 << 14
 # maximum number of grid steps along an axis; renderers compute in float32, which represents integers up to this exactly
 MOST_STEPS = 1 << 24
-STEPS_PER_SMALL_EDGE = 16  # minimum number of grid steps in the edges of small faces, which a coarser grid would remove
+STEPS_PER_SMALL_EDGE = 16  # minimum number of grid steps in an edge of faces that would have no area on a coarser grid
 NEEDLE = 0.01  # a face may be removed if its height divided by its longest edge is less than this
 UV_STEPS_PER_EDGE = 8  # least uv steps in the mean edge; UV_STEP requires more where a texture is finer than the mesh
 UV_STEP = 2.0**-13  # largest step of uv: half a texel of a texture 4096 wide

@@ -39,7 +39,8 @@ Floats = npt.NDArray[np.float32]
 # bumps, terrain and tori. The distance was at most 2.2 times the error for 99 of 100 clusters, below 1.3 times the
 # error for half of the clusters, and 2.6 times the error for the worst cluster.
 SAFETY = 2.0
-SHRUNK = 0.85  # a group counts as simplified if at most this share of its triangles remains
+# A group counts as simplified if at most this share of its triangles remains, or if they fit into one cluster.
+SHRUNK = 0.85
 NORMAL_EDGES = 0.5  # weight of normals: an error of 1 counts as much as moving a vertex by this many mean edge lengths
 CELL_SEARCH = 10  # steps of the binary search for the cell size
 # planned share of the 255 vertices of a full cluster: less than 1, because simplified triangles share fewer vertices

@@ -313,7 +313,8 @@ def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32,
         none = wp.float64(0.0)
         near = wp.float64(views.lens[view, LENS_NEAR])
         corners = clip(polygon, kept, 3, wp.vec3d(none, none, wp.float64(1.0)), -near)
-        over = wp.float64(1.0)  # growth of the picture's width per unit of depth, and the width at depth 0
+        # `over` is the growth of the picture's width per unit of depth, `constant` the width at depth 0.
+        over = wp.float64(1.0)
         constant = wp.float64(0.0)
         if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
             over = wp.float64(0.0)

@@ -48,7 +48,7 @@ from rooftop.train.tasks.generated.digits import SCIKIT_LEARN, TRAINED_ON, digit
 from rooftop.train.tasks.task import Task
 
 DIGITS = "digits"
-SMALL = 64  # images whose shorter side has at most this many pixels keep their size
+SMALL = 64  # if the first image's shorter side has at most this many pixels, all images get this side
 USUAL_SIZE = 224
 DIGIT_SIZE = 8
 HELD_OUT = 10  # if the folder has no val/, one in this many images is held out
