@@ -26,7 +26,7 @@ from rooftop.ladder.rungs import source
 from rooftop.ladder.worker_processes import Workers, bounds, pickled_bytes
 
 CPU = torch.device("cpu")
-COUNT = 5003  # points, a multiple neither of a block nor of the number of processes
+COUNT = 1009  # points, a multiple neither of a block nor of the number of processes
 
 
 @pytest.fixture(autouse=True)
