@@ -361,7 +361,8 @@ def interpreted(interpreting: subprocess.Popen[str], tmp_path: Path) -> Callable
     def run(*files: str) -> int:
         # NumPy, which the interpreter computes with, warns of NaN and infinity where a GPU does not.
         # With its own folder, the process does not look through the folders of earlier runs and delete them.
-        words = ["-v", f"--basetemp={tmp_path / 'interpreted'}", "-m", "not gpu", "-W", "ignore::RuntimeWarning", *files]
+        words = ["-v", f"--basetemp={tmp_path / 'interpreted'}", "-m", "not gpu"]
+        words += ["-W", "ignore::RuntimeWarning", *files]
         assert interpreting.stdin is not None
         assert interpreting.stdout is not None
         print(json.dumps((words, str(tmp_path / "output"))), file=interpreting.stdin, flush=True)
