@@ -149,6 +149,9 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
+    if not torch.cuda.is_available():  # each `torch.manual_seed` would format three stacks for devices not here: 1 ms
+        for devices in (torch.cuda, torch.xpu, torch.mtia):
+            devices._lazy_call = lambda *_, **__: None  # type: ignore[attr-defined]
     if INTERPRETED:
         # The checks of an operator that depend on its kernels.
         torch.library.opcheck = functools.partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
@@ -316,7 +319,7 @@ BUILDS = "ROOFTOP_TESTS_BUILDS"
 
 INTERPRETING = """
 import gc, json, os, signal, sys
-import pytest, torch, torch._dynamo, triton
+import hypothesis, psutil, pytest, torch, torch._dynamo, triton
 import rooftop.analysis.profiling, rooftop.kernels, rooftop.nn, rooftop.testing
 
 gc.collect()
@@ -338,9 +341,11 @@ for line in sys.stdin:
 @pytest.fixture(scope="session")
 def interpreting(shared_builds: Path) -> Iterator[subprocess.Popen[str]]:
     """A process in which the CPU launches the Triton kernels, since Triton decides this at import. The process has
-    imported torch and this library once, and runs requested programs in forks."""
+    imported torch and this library once, and runs requested programs in forks. They need no plugins of pytest, which
+    take 0.6 s to load."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", BUILDS: str(shared_builds)}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", INTERPRETING], env=environment, text=True, **pipes) as process:
         yield process
@@ -355,7 +360,9 @@ def interpreted(interpreting: subprocess.Popen[str], tmp_path: Path) -> Callable
 
     def run(*files: str) -> int:
         # NumPy, which the interpreter computes with, warns of NaN and infinity where a GPU does not.
-        words = ["-v", "-p", "no:xdist", "-m", "not gpu", "-W", "ignore::RuntimeWarning", *files]
+        # With its own folder, the process does not look through the folders of earlier runs and delete them.
+        words = ["-v", f"--basetemp={tmp_path / 'interpreted'}", "-m", "not gpu"]
+        words += ["-W", "ignore::RuntimeWarning", *files]
         assert interpreting.stdin is not None
         assert interpreting.stdout is not None
         print(json.dumps((words, str(tmp_path / "output"))), file=interpreting.stdin, flush=True)

@@ -39,6 +39,7 @@ def quicken() -> None:
     Semantic.computation_type_impl = functools.cache(Semantic.computation_type_impl)
     Semantic.binary_op_type_checking_impl = _checked
     Semantic.broadcast_impl_value = _broadcast
+    Semantic.to_tensor = _to_tensor
     # The interpreter compares every sum of integers with the sum in 64 bits, for a device assertion that is only used
     # in debugging.
     Semantic.binary_op_sanitize_overflow_impl = lambda *_: None
@@ -51,6 +52,7 @@ _unwrap_if_constexpr = core._unwrap_if_constexpr
 _dtype_eq = core.dtype.__eq__
 _binary_op_type_checking_impl = Semantic.binary_op_type_checking_impl
 _broadcast_impl_value = Semantic.broadcast_impl_value
+_semantic_to_tensor = Semantic.to_tensor
 
 NUMBERS = (bool, int, float)
 INTEGERS = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
@@ -74,7 +76,104 @@ def _replace(place: Any, name: str, member: Any, builder: Any, scope: Any) -> No
         options["_semantic"] = interpreter.interpreter_semantic
         return member(*arguments, **options)
 
-    scope.set_attr(place, name, interpreted)
+    if place is core.tensor and name in OPERATORS:
+        scope.set_attr(place, name, _quick_operator(*OPERATORS[name], interpreted))
+    elif place is core.tensor and name == "__getitem__":
+        scope.set_attr(place, name, _quick_getitem(interpreted))
+    else:
+        scope.set_attr(place, name, interpreted)
+
+
+OPERATORS = {
+    "__add__": (numpy.add, "same"),
+    "__radd__": (numpy.add, "same"),
+    "__sub__": (numpy.subtract, "same"),
+    "__mul__": (numpy.multiply, "same"),
+    "__rmul__": (numpy.multiply, "same"),
+    "__and__": (numpy.bitwise_and, "bits"),
+    "__or__": (numpy.bitwise_or, "bits"),
+    "__lt__": (numpy.less, "truth"),
+    "__le__": (numpy.less_equal, "truth"),
+    "__gt__": (numpy.greater, "truth"),
+    "__ge__": (numpy.greater_equal, "truth"),
+    "__eq__": (numpy.equal, "truth"),
+    "__ne__": (numpy.not_equal, "truth"),
+}
+"""Operators that NumPy computes like Triton if both operands have the same of these dtypes, with the kind of result."""
+
+EXACT = {
+    "int32": numpy.int32,
+    "int64": numpy.int64,
+    "uint32": numpy.uint32,
+    "fp32": numpy.float32,
+    "fp64": numpy.float64,
+}
+EXACT_BITS = {"int1": numpy.bool_, "int32": numpy.int32, "int64": numpy.int64, "uint32": numpy.uint32}
+CONSTANTS = {
+    "int32": (int, 1 << 31),
+    "int64": (int, 1 << 63),
+    "fp32": (float, float("inf")),
+    "fp64": (float, float("inf")),
+}
+
+
+def _quick_operator(compute: Any, kind: str, interpreted: Any) -> Any:
+    """An operator without Triton's conversions for operands that need none; `interpreted` handles all others."""
+    exact = EXACT_BITS if kind == "bits" else EXACT
+
+    def operator(one: Any, other: Any, **options: Any) -> Any:
+        dtype = one.dtype
+        number = exact.get(dtype.name)
+        if type(other) is core.constexpr:
+            other = other.value
+        if type(other) is core.tensor:
+            a, b = one.handle.data, other.handle.data
+            if other.dtype is dtype and a.dtype == number and b.dtype == number:
+                sizes = _joint_sizes(_sizes(one.type), _sizes(other.type))
+                if sizes is not None:
+                    return _tensor(compute(a, b), core.int1 if kind == "truth" else dtype, sizes)
+            elif compute is numpy.add and type(dtype) is core.pointer_type and b.dtype in OFFSETS:
+                sizes = _joint_sizes(_sizes(one.type), _sizes(other.type))
+                if sizes is not None:
+                    size = max(1, dtype.element_ty.primitive_bitwidth // 8)
+                    return _tensor(a + size * b.astype(numpy.uint64), dtype, sizes)
+        elif number is not None and kind != "bits":
+            of_type, most = CONSTANTS.get(dtype.name, (None, 0))
+            if type(other) is of_type and -most < other < most and one.handle.data.dtype == number:
+                found = compute(one.handle.data, number(other))
+                return _tensor(found, core.int1 if kind == "truth" else dtype, _sizes(one.type))
+        return interpreted(one, other, **options)
+
+    return operator
+
+
+OFFSETS = (numpy.dtype(numpy.int32), numpy.dtype(numpy.int64))
+
+
+def _quick_getitem(interpreted: Any) -> Any:
+    """`x[:, None]` and other new dimensions of a tile."""
+
+    def getitem(x: Any, slices: Any, **options: Any) -> Any:
+        sizes, index = _sizes(x.type), slices.values if type(slices) is core.tuple else slices
+        if sizes and type(index) in (tuple, list) and all(each is None or each == slice(None) for each in index):
+            data = x.handle.data[tuple(index)]
+            return _tensor(data, x.dtype, data.shape)
+        return interpreted(x, slices, **options)
+
+    return getitem
+
+
+def _tensor(data: Any, dtype: Any, sizes: tuple[int, ...]) -> Any:
+    type_ = _block_of(dtype, sizes) if sizes else dtype
+    return core.tensor(interpreter.TensorHandle(data, dtype), type_)
+
+
+def _joint_sizes(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
+    return one if one == other else _common_sizes(one, other)
+
+
+def _to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+    return x if type(x) is core.tensor else _semantic_to_tensor(self, x, check_type)
 
 
 _dtypes: dict[str, Any] = {}
@@ -192,9 +291,43 @@ def _with_constant(
 
 
 def _broadcast(self: Any, one: Any, other: Any) -> tuple[Any, Any]:
-    if _sizes(one.type) == _sizes(other.type):
+    sizes = _sizes(one.type), _sizes(other.type)
+    if sizes[0] == sizes[1]:
         return one, other
-    return _broadcast_impl_value(self, one, other)
+    common = _common_sizes(*sizes)
+    if common is None:
+        return _broadcast_impl_value(self, one, other)
+    return _spread(one, sizes[0], common), _spread(other, sizes[1], common)
+
+
+@functools.cache
+def _common_sizes(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The sizes of both operands together; None where Triton adds dimensions or refuses."""
+    if not one or not other:
+        return one or other
+    pairs = list(zip(one, other, strict=False))
+    fits = len(one) == len(other) and all(a == b or 1 in (a, b) for a, b in pairs)
+    return tuple(b if a == 1 else a for a, b in pairs) if fits else None
+
+
+def _spread(x: Any, sizes: tuple[int, ...], common: tuple[int, ...]) -> Any:
+    if sizes == common:
+        return x
+    data = x.handle.data
+    repeated = numpy.empty(common, data.dtype if sizes else _numpy_dtype(x.handle.dtype))
+    repeated[...] = data
+    return core.tensor(interpreter.TensorHandle(repeated, x.handle.dtype), _block_of(x.dtype, common))
+
+
+def _block_of(dtype: Any, sizes: tuple[int, ...]) -> Any:
+    """The type of a tile, the same object each time."""
+    key = dtype.name, sizes
+    if key not in _blocks:
+        _blocks[key] = core.block_type(dtype, sizes)
+    return _blocks[key]
+
+
+_blocks: dict[Any, Any] = {}
 
 
 def _init_handle(handle: Any, data: Any, dtype: Any, attr: Any = None) -> None:

@@ -363,10 +363,10 @@ def test_a_file_that_hangs_a_decoding_process_is_an_error_of_its_item(here: Path
     before = descendants()
     report = map_items(
         "my.py:count", [f"{number}.npy" for number in range(6)], "out", workers=1, decoders=2, device="cpu",
-        timeout_s=10.0,
+        timeout_s=4.0,
     )  # fmt: skip
     rows = sorted(pq.read_table("out").to_pylist(), key=lambda row: row["input"])
     assert [row["points"] for row in rows] == [0, 1, None, 3, 4, 5]
-    assert rows[2]["error"] == "took longer than the timeout of 10 s"
+    assert rows[2]["error"] == "took longer than the timeout of 4 s"
     assert report.errors == 1
     assert gone([each for each in descendants() if each not in before])

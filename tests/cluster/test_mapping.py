@@ -222,11 +222,11 @@ def test_two_thousand_photographs_ten_damaged_one_worker_killed(workers: Workers
 
 
 def test_what_raises_hangs_differs_or_ends_its_process_is_an_error_of_its_item() -> None:
-    report, rows = mapped("my.py:troubled", [lines(14)], timeout_s=5.0)
+    report, rows = mapped("my.py:troubled", [lines(14)], timeout_s=3.0)
     errors = {row["place"]: row["error"] for row in rows if row["error"] is not None}
     assert [row["n"] for row in rows if row["error"] is None] == [0, 1, 2, 4, 6, 8, 10, 13]
     assert errors[3] == "ValueError: three is bad"
-    assert errors[5] == "took longer than the timeout of 5 s"
+    assert errors[5] == "took longer than the timeout of 3 s"
     assert errors[7] == "its columns differ from those of the first result: without n and with m (expected n)"
     assert errors[9] == "the worker process ended by signal SIGKILL during this item, 3 times"
     assert errors[11] == "SystemExit: 3"
@@ -248,9 +248,9 @@ def test_a_file_that_hangs_while_it_is_read_is_an_error_of_its_item(monkeypatch:
     Path("2.npy").unlink()
     os.mkfifo("2.npy")  # nobody writes
     Path("my.py").write_text("def count(points):\n    return {'points': len(points)}\n")
-    report, rows = mapped("my.py:count", [f"{number}.npy" for number in range(4)], workers=1, timeout_s=5.0)
+    report, rows = mapped("my.py:count", [f"{number}.npy" for number in range(4)], workers=1, timeout_s=3.0)
     assert [row["points"] for row in rows] == [0, 1, None, 3]
-    assert rows[2]["error"] == "took longer than the timeout of 5 s"
+    assert rows[2]["error"] == "took longer than the timeout of 3 s"
     assert report.errors == 1
     assert len(ended) >= 2
     assert not any(ended)

@@ -105,7 +105,7 @@ def trained(
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1)  # so that no value stays nearly zero
     gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=True)
     at = layout.coordinates(dist.get_rank())["dp"] if dist.is_initialized() else 0
     tokens, targets = (each.chunk(layout.dp)[at].to(device_here()) for each in text(config))
     count = targets_of_all_ranks(targets, groups["dp-cp"])

@@ -129,19 +129,12 @@ BACK = ["pp=2 dp=2 shared", "dp=2 tp=2 shared", "cp=2 shared", "dp=2", "dp=2 tp=
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "names"),
-    [
-        ("tied gpt", torch.float64, THERE),
-        ("llama", torch.bfloat16, THERE),
-        ("tied gpt", torch.bfloat16, BACK),
-        ("llama", torch.float64, BACK),
-    ],
+    ("kind", "dtype", "names"), [("llama", torch.bfloat16, THERE), ("tied gpt", torch.float64, BACK)]
 )
 def test_there_and_back_is_the_same_bit_for_bit(
     kind: str, dtype: torch.dtype, names: list[str], on_ranks: Run, tmp_path: Path
 ) -> None:
-    """Weights and moments pass through every layout. In bfloat16, the float32 values are compared. Each change of
-    layout is made with both models and both dtypes."""
+    """Weights and moments pass through every layout. In bfloat16, the float32 values are compared."""
     training = training_of(kind, dtype)
     gone_on(training, "alone", tmp_path / "none", 2, tmp_path / "0")
     expected = tensors(tmp_path / "0")

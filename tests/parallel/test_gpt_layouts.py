@@ -178,7 +178,7 @@ def trained(case: Case, groups: Mapping[str, Group], steps: int) -> Trained:
     found = Trained(copied(model), [], [], [], {})
     enlarged(model)
     all_gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=True)
     packed = Documents(LENGTH, documents(config).spans[at * BATCH // layout.dp : (at + 1) * BATCH // layout.dp])
     packing = context.packing(LENGTH, packed if case.documents else None, layout.tp if layout.sequence_parallel else 1)
     chunks = packing.held[context.index]

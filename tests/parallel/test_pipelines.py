@@ -155,7 +155,7 @@ def trained_with(
     with torch.no_grad():
         for parameter in model.parameters():  # matrices large enough that no value becomes nearly zero
             parameter.mul_(8 if parameter.dim() > 1 else 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=True)
     for step in range(steps):
         optimizer.zero_grad()
         found.losses.append(float(backward(step)))
@@ -561,7 +561,7 @@ FAILURES = [
     *(("raise", name, stages, 1) for name, stages in
       (("gpipe", None), ("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zbv", None))),
     *(("kill", name, stages, 2) for name, stages in (("1f1b", None), ("zbv", None))),
-    *(("stop", name, stages, 0) for name, stages in (("gpipe", None), ("interleaved", 2), ("zb-h1", None))),
+    *(("stop", name, stages, 0) for name, stages in (("interleaved", 2), ("zb-h1", None))),
 ]  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def sums(wrong: int, what: str, kills: Path | None = None) -> None:
     with (
         impatient(),
         patch.object(process_states, "OOM_KILLS", kills or Path("/proc/vmstat")),
-        join(device="cpu", timeout_s=6.0 if what.startswith("hang") else 20.0) as world,
+        join(device="cpu", timeout_s=4.0 if what.startswith("hang") else 20.0) as world,
     ):
         for step in range(1, 9):
             report(f"step {step}")
@@ -163,7 +163,7 @@ def slow(kind: str) -> tuple[float, list[str]]:
     """Rank 1 takes 2.5 s between two sums. The test's limits report a rank after 0.5 s, and end a rank that is stopped
     for 1 s.
 
-    If a delay is expected, rank 1 takes 6 s and would be reported after 2 s. The others must learn of the delay before
+    If a delay is expected, rank 1 takes 4 s and would be reported after 2 s. The others must learn of the delay before
     that.
     """
     with (
@@ -191,7 +191,7 @@ def keeps_the_lock() -> None:
 
 def is_expected_to() -> None:
     with others_wait("measuring this machine"):
-        time.sleep(6.0)
+        time.sleep(4.0)
 
 
 SLOW: dict[str, Callable[[], None]] = {"computes": computes, "lock": keeps_the_lock, "expected": is_expected_to}

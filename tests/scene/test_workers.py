@@ -250,6 +250,12 @@ def test_processes_are_forked_once_for_all_levels(tmp_path: Path, monkeypatch: p
     assert len(forks) <= 4  # two forks find equal vertices and faces, two build levels and write
 
 
+def test_a_small_mesh_is_built_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forking takes longer than the build"))
+    ball = trimesh.creation.icosphere(3)
+    assert scene.build(ball.vertices, ball.faces, tmp_path / "ball.rtg").triangles == len(ball.faces)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_progress_never_goes_back(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(levels, "PIECE_TRIANGLES", 2000)

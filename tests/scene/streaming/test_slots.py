@@ -176,7 +176,7 @@ def test_the_books_of_one_page(slots: int) -> None:
 
 
 @pytest.mark.parametrize("reader", ["compiled"], indirect=True)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(graph=graphs(), data=st.data())
 def test_plans_in_cpp_are_those_in_python(graph: PageGraph, data: st.DataObject, reader: str) -> None:
     """C++ and Python have the same pages in the same slots, and the same records, after any plans, arrivals and

@@ -22,6 +22,8 @@ from rooftop.scene.building.writing import checked_target, renamed_when_done, wr
 from rooftop.scene.material_sections import material_sections
 from rooftop.scene.materials import IMAGES, Material, checked_materials
 
+FACES_OF_A_WORKER = 20_000  # the least by default: forking two processes takes as long as building so many faces
+
 
 @dataclass(frozen=True)
 class LevelCount:
@@ -96,7 +98,8 @@ def build(
         precision: positions are rounded to a grid whose step is the largest power of two up to this value. By default,
             this value is the smaller of 1/64 of the mean edge and 1/16384 of the mesh's extent.
         progress: called with the current activity and the fraction done.
-        workers: number of processes, by default one per CPU. The file is the same for any number of processes.
+        workers: number of processes, by default one per CPU, and fewer for a mesh of less than 20,000 faces per CPU.
+            The file is the same for any number of processes.
         lock_borders: whether vertices of edges with a single face stay in place in all levels. Tiles of a scan that
             meet at such edges then meet in all levels, if the positions at the edges are equal and all tiles have the
             same grid step (see `precision`).
@@ -131,6 +134,8 @@ def _build(
     show("checking the mesh", 0.0)
     sections = _sections(material_table, materials, uv is not None)
     mesh = checked_mesh(vertices, faces, normals, uv, materials, precision, colors, pool)
+    if workers is None:
+        pool = Workers(max(1, min(pool.count, len(mesh.faces) // FACES_OF_A_WORKER)))
     with pool.team([write_pages]) as team:
         hierarchy = build_levels(mesh, show, team, lock_borders)
         mesh = replace(mesh, repairs=replace(mesh.repairs, non_manifold_edges=hierarchy.non_manifold_edges))
