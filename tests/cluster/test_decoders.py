@@ -85,11 +85,11 @@ def test_successive_clips_of_a_video_are_decoded_by_one_process() -> None:
     finally:
         made.close()
     assert [number for number, _ in found] == list(range(160))
-    assert len({process for _, process in found}) == 4
-    for first in range(0, 160, 40):
-        processes = [process for _, process in found[first : first + 40]]
-        seeks = sum(one != other for one, other in pairwise(processes))
-        assert seeks <= 8  # runs become shorter near the end, so that all processes have work
+    processes = [process for _, process in found]
+    assert len(set(processes)) > 1
+    # Three runs of each of the first three videos, and eleven of the last: runs become shorter near the end, so that all
+    # processes have work. Tasks of four clips for any process would be 40.
+    assert sum(one != other for one, other in pairwise(processes)) <= 20
 
 
 def test_what_was_taken_stays_when_the_shared_memory_is_used_again() -> None:
