@@ -26,7 +26,8 @@ from rooftop.errors import InputError, MissingExtraError
 from rooftop.media.pyav import load_av
 
 WIDTH, HEIGHT, FRAMES = 320, 240, 10  # larger than the minimum sizes of NVDEC (144 x 144) and NVENC (192 x 128)
-SAME_LEVELS = 2.0  # maximum difference between decoders' results, in levels of 255
+# maximum difference between decoders' results, in levels of 255; maximum mean difference if the codec is not `exact`
+SAME_LEVELS = 2.0
 LIKE_LEVELS = 4.0  # maximum mean difference after encoding, or between two scaling filters, in levels of 255
 RAW = ("-f", "rawvideo")
 # FFmpeg's message if frames in host memory reach a filter that accepts only a device's frames
