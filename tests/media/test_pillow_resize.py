@@ -104,7 +104,7 @@ def test_what_cannot_be_resized_is_refused() -> None:
         (pixels, [(0, 1, 1)], [Resize((4, 4), (2, 2, 2, 3))], "at least 1 x 1 pixel"),
         (pixels, [(0, 1, 1)], [Resize((4, 4), None, Image.Resampling.LANCZOS)], "BILINEAR or BICUBIC"),
         (pixels, [(0, 5, 2)], [Resize((2, 1))], "rows first"),
-        (pixels, [(0, 1, 1)], [Resize((40_000, 40_000))], "2..31 values; use Resize.by_pillow"),
+        (pixels, [(0, 1, 1)], [Resize((40_000, 40_000))], "2..31 values in each of .* use Resize.by_pillow"),
         (pixels, [(0, 1, 1)], [Resize((1, 70_000))], "at most 65535 rows"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):

@@ -40,12 +40,14 @@ from rooftop.mat.type_codes import (
     CV_Bool,
 )
 
-_BLOCK_ELEMENTS = 1 << 17  # fits in an L2 cache of 2 MB; smaller blocks cost more time in calls than they save
+# Numbers of a block: a source and a target of 8-byte numbers fit together in an L2 cache of 2 MB. With smaller blocks,
+# the additional calls take more time than the cache saves.
+_BLOCK_ELEMENTS = 1 << 17
 WITHOUT_PROGRAMS = (CV_64S, CV_64U, CV_16F, CV_16BF)
 """Depths that neither loops nor kernels convert."""
 _WIDE = (CV_32S, CV_32U, CV_64S, CV_64U, CV_64F)
 _TOP = 1 << 63
-_MOST_SCALE = 2.0**128  # a scale beyond this moves every integer except 0 beyond every limit
+_MOST_SCALE = 2.0**128  # a larger scale moves every integer except 0 beyond the limits of all integer depths
 
 
 def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool:
@@ -122,8 +124,8 @@ class Scaling:
             return _unscaled(x, torch.float32).mul_(self.alpha)
         if self.alpha == 1:
             return _unscaled(x, torch.float32).add_(self.beta)
-        # Products of two float32 numbers are exact in float64. The intermediate rounding of the sum to float64 changes
-        # one in 2^29 results.
+        # The product of two float32 numbers is exact in float64. The sum is rounded to float64, and then to float32.
+        # This changes about one in 2^29 results, compared with a single rounding to float32.
         wide = _unscaled(x if x.dtype.itemsize <= 2 else x.float(), torch.float64)
         return wide.mul_(self.alpha).add_(self.beta).float()
 

@@ -68,9 +68,9 @@ def copy_masked(source: Tensor, target: Tensor, mask: Tensor) -> None:
 
 
 def _spread(chosen: Tensor, channels: int) -> Tensor:
-    """Expand a mask of elements to a mask of numbers. If the mask were broadcast over channels, torch would loop over
-    single numbers: 337 ms for a 4K image of CV_8UC3. Expanding the mask for a block of rows at a time takes 15 ms.
-    NumPy expands the mask faster than torch."""
+    """Expand a mask of elements to a mask of numbers, with NumPy, which is faster than torch. If the mask were
+    broadcast over channels instead, torch would loop over single numbers, and a masked copy of a 4K image of CV_8UC3
+    would take four times as long in one thread."""
     if chosen.shape[-1] == channels:
         return chosen
     return torch.from_numpy(np.repeat(chosen.numpy(), channels, axis=-1))

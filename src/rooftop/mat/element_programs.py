@@ -310,7 +310,7 @@ _conversions: dict[Any, ConversionProgram] = {}
 
 
 def _narrowest(numbers: Sequence[int | float], dtype: torch.dtype) -> torch.dtype:
-    """The narrowest integer dtype that represents all the numbers."""
+    """The narrowest of uint8, int16 and int32 that represents all the numbers, or else `dtype`."""
     for each in (torch.uint8, torch.int16, torch.int32):
         limits = torch.iinfo(each)
         if limits.min <= min(numbers) and max(numbers) <= limits.max:

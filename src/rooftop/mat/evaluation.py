@@ -121,7 +121,8 @@ def _without_matrices(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr |
 
 
 def _multiplied(root: MatExpr, target: Tensor, depth: int) -> bool:
-    """Write the value of an inverse, or of `alpha * A @ B + beta * C`; return False for any other expression."""
+    """Write the value of an inverse, or of `alpha * A @ B + beta * C`. For any other expression, or if `depth` is not
+    the expression's own depth, write nothing and return False."""
     if depth != root.depth():
         return False
     into = target[..., 0]  # (rows, columns): one channel

@@ -27,7 +27,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _FLOAT32_BITS = 24
 _SMALL = 1 << 29  # float64 rounds values of up to 2 * _SMALL by at most 2^-23
 _ROUNDED = Fraction(1, 1 << 23)
-# up to this value, a float32 quotient of integers rounds to the same integer as the exact quotient
+# if two integers have at most this magnitude, their float32 quotient rounds to the same integer as the exact quotient
 _SMALL_QUOTIENT = 1 << 11
 
 
@@ -181,7 +181,9 @@ def _float32_is_enough(root: MatExpr, nodes: list[MatExpr], bounds: BoundsOf, de
     float32, and storing the rounded value gives the same number as storing the float64 value."""
     narrow = {CV_32F: (CV_32F,), CV_16F: (CV_16F,), CV_16BF: (CV_16BF,)}.get(depth, ())
     rounded: dict[int, bool] = {}
-    leaves_allow = True  # whether rounding to float32 before the store changes no stored number
+    # whether all leaves have the target's precision: then a result that is rounded to float32, and only then to the
+    # target's depth, gives the same stored number
+    leaves_allow = True
     for each in nodes:
         operands = [rounded[id(operand)] for operand in each._operands]
         known = bounds[id(each)]

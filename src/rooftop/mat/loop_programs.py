@@ -38,7 +38,9 @@ MOST_OPERATIONS = 200
 MOST_LOOPS = 512
 """Maximum number of compiled loops in a process. Each loop takes about a megabyte of memory."""
 _MOST_ARRAYS = 7
-_ROW = 1 << 14  # contiguous elements are cut into rows of about this length; numbers per channel repeat along a row
+# Numbers of a row: contiguous elements are cut into rows of about this length. A row of an operand with one number per
+# channel repeats these numbers.
+_ROW = 1 << 14
 _LEAST_PER_THREAD = 1 << 18
 _KNOWN = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
 
@@ -132,7 +134,7 @@ def run_loop(
     flat = [memory_of(each) for each in views]
     threads = views[0].numel() // _LEAST_PER_THREAD
 
-    def part(first: int, last: int) -> None:  # processes a part of the elements, which form one row
+    def part(first: int, last: int) -> None:  # processes these elements as one row
         given = chain.from_iterable((x[first * channels :], 0) for x in flat)
         loop(0, 1, (last - first) * channels, *given, *numbers)
 

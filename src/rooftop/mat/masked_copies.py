@@ -23,9 +23,9 @@ from rooftop.launch.strides import Dims, merged
 from rooftop.launch.triton_launch import Repeated, require_triton
 from rooftop.mat.remembered import remember
 
-_NUMBERS = (
-    2048  # per program: two words per thread for bytes; more for wider numbers, because fewer programs launch faster
-)
+# Numbers that a program copies. A program has 64 threads. If the numbers are bytes, each thread copies two words of 16
+# bytes; if the numbers are wider, more words, because fewer programs are launched faster.
+_NUMBERS = 2048
 _WARPS = 2
 _launches: dict[Any, list[Repeated]] = {}
 _MOST_LAUNCHES = 1024
@@ -66,8 +66,8 @@ def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[i
     index of the leading dimensions.
 
     Args:
-        leads: distance, in numbers or marks (mask bytes), from the pointers of source, target and mask to the first
-            element.
+        leads: distances from the pointers of source, target and mask to the first element: in numbers for source and
+            target, in marks (bytes of the mask) for the mask.
         odd: the address of the mask modulo 16 bytes.
     """
     require_triton()

@@ -17,9 +17,10 @@ def masked_copy(
     source,  # rows of numbers; if CHANNELS > 0, a table with one column per channel
     target,  # rows of numbers
     mask,  # rows of bytes: one byte for every PER numbers
-    source_lead, target_lead, mask_lead,  # distances from the pointers to the first number or mark, in words
+    # Leads and distances between rows count words: WORD numbers for source and target, MASK_WORD marks for the mask.
+    source_lead, target_lead, mask_lead,  # distances from the pointers to the first number or mark
     rows, inner_rows, words,  # number of rows; rows of the inner dimension; words of a row
-    source_outer, source_inner, target_outer, target_inner, mask_outer, mask_inner,  # distances between rows, in words
+    source_outer, source_inner, target_outer, target_inner, mask_outer, mask_inner,  # distances between rows
     CHANNELS: tl.constexpr,  # number of channels if the source is one element; 0 if it is not
     TABLE: tl.constexpr,
     PER: tl.constexpr,

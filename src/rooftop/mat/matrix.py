@@ -418,7 +418,7 @@ class Mat(Block, Arithmetic):
     # Internal.
 
     def _mask(self, mask: MatLike, device: torch.device) -> Tensor:
-        """Check a mask that belongs to these elements; return its tensor on the target's device."""
+        """Check that a mask fits these elements and is on `device`, the target's device; return its tensor."""
         if isinstance(mask, (list, tuple)):
             raise TypeError(
                 "a mask must be a Mat, an expression, an array or a tensor, got a list: convert it to an array"

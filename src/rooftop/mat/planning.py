@@ -155,7 +155,8 @@ def _is_power_of_two(number: float) -> bool:
 
 
 def _is_of_bits(root: MatExpr, depth: int) -> bool:
-    """Whether an expression has only bitwise operations, so that integers of the same bits can compute it."""
+    """Whether an expression has only bitwise operations and is stored in its own depth, so that integers of the same
+    bits can compute it."""
     inner = [each for each in topological(root) if each._operation not in ("mat", "numbers")]
     return bool(inner) and root.depth() == depth and all(each._operation in BITWISE for each in inner)
 

@@ -149,7 +149,7 @@ def row_program(root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, depth: int)
 
 
 class _Writer:
-    """Generates the steps; `places` maps each computed node and number to its register."""
+    """Generates the steps; `places` maps the id of each node (a Mat, numbers or an operation) to its register."""
 
     def __init__(self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype) -> None:
         self.nodes = topological(root)

@@ -33,7 +33,7 @@ CV_CN_MAX: Final = 512
 CV_CN_SHIFT: Final = 5
 CV_DEPTH_MAX: Final = 1 << CV_CN_SHIFT
 _OPENCV4_SHIFT = 3
-_OPENCV4_DEPTHS = range(8)  # CV_8U ... CV_16F, with the same numbers
+_OPENCV4_DEPTHS = range(8)  # CV_8U ... CV_16F, whose numbers are the same in OpenCV 4 and here
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def store_whole_numbers(
 
 
 def _blocks(target: Tensor) -> list[Any]:
-    """Blocks of rows of the first dimension, if there is a dimension besides the channels."""
+    """Blocks of rows of the first dimension. A target whose only dimension is the channels is a single block."""
     if target.dim() < 2 or not target.numel():
         return [...]
     rows = max(1, _BLOCK.get(target.device.type, 1 << 22) * target.shape[0] // target.numel())

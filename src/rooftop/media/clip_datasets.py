@@ -30,7 +30,7 @@ from rooftop.media.errors import DamagedVideoError
 from rooftop.media.forms import Normalization
 from rooftop.media.reading import VideoReader
 
-OPEN_FILES = 2  # maximum open readers per thread; each open reader occupies an NVDEC session
+OPEN_FILES = 2  # maximum open readers per thread; on a GPU, each open reader occupies an NVDEC session
 
 
 class Clip(NamedTuple):

@@ -276,8 +276,8 @@ class Decoder:
         self._check_end(count if self._whole else None, end)
 
     def _check_end(self, count: int | None, end: int | None) -> None:
-        """Raise `Broken` if the file is incomplete. AVI and Matroska files state their size. Without a stated size,
-        the number of frames is compared with the number in the header."""
+        """Raise `Broken` if the file is incomplete. AVI, Matroska, ASF and MXF files may state their size. If an MP4
+        or AVI file states no size, the number of its frames is compared with the number in the header."""
         size = self.source.size_bytes
         declared = declared_end(self._file, self.container.format.name, size)
         few = count is not None and count < self._entries
@@ -504,8 +504,8 @@ class Decoder:
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
         """Yield the frames shown before the first missing frame. An error is reported some packets after its cause.
 
-        If packets have no times, a frame after lost frames would get the time of a lost frame. In this case, frames are
-        counted instead of comparing times.
+        If packets have no times, a frame after lost frames would get the time of a lost frame. In this case, all frames
+        that are still in the decoder are dropped; for the codecs of `ONE_WAITS`, only the last of them.
         """
         held: list[av.VideoFrame] = []
         with suppress(Broken):

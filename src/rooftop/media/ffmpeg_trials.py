@@ -26,7 +26,8 @@ from rooftop.errors import InputError, MissingExtraError
 from rooftop.media.pyav import load_av
 
 WIDTH, HEIGHT, FRAMES = 320, 240, 10  # larger than the minimum sizes of NVDEC (144 x 144) and NVENC (192 x 128)
-SAME_LEVELS = 2.0  # maximum difference between decoders' results, in levels of 255
+# maximum difference between decoders' results, in levels of 255; maximum mean difference if the codec is not `exact`
+SAME_LEVELS = 2.0
 LIKE_LEVELS = 4.0  # maximum mean difference after encoding, or between two scaling filters, in levels of 255
 RAW = ("-f", "rawvideo")
 # FFmpeg's message if frames in host memory reach a filter that accepts only a device's frames
@@ -331,7 +332,7 @@ class Trials:
                 return FFmpegAbility("device", title, "", "fails", "there is no /dev/dri/renderD*")
             failure = self.run("-init_hw_device", f"drm=d:{node}", *self._picture(8), "-f", "null", "-").failure
             return FFmpegAbility("device", title, "", "fails" if failure else "works", failure or f"{node} opens")
-        pixels = "yuv420p" if device == "opencl" else "nv12"  # a format that the frames of all devices support
+        pixels = "yuv420p" if device == "opencl" else "nv12"  # every device except opencl gets nv12
         graph = f"format={pixels},hwupload,hwdownload,format={pixels}"
         words = (*opened, "-filter_hw_device", "d", *self._picture(8), "-vf", graph, "-pix_fmt", pixels)
         ran = self.run(*words, *RAW, "pipe:1")
@@ -404,7 +405,7 @@ def picture(bits: int) -> np.ndarray:
     y, x = np.ogrid[0:HEIGHT, 0:WIDTH]
     y, x = y / 2, x / 2  # in pixels of chroma
     number = np.arange(FRAMES)[:, None, None]
-    wave = 2 * np.pi / 96  # smooth; the picture moves 7 pixels of this plane per frame
+    wave = 2 * np.pi / 96  # smooth; per frame, luma moves 7 pixels of chroma, and the chroma planes move 5
     luma = 125 + 90 * np.cos(wave * (x - 7 * number)) * np.cos(wave * y / 2)
     half = (slice(None), slice(0, HEIGHT, 2), slice(0, WIDTH, 2))
     blue, red = 128 + 60 * np.cos(wave * (x + 5 * number)), 128 + 60 * np.cos(wave * (y + 5 * number))

@@ -112,8 +112,8 @@ def _element(file: BinaryIO, place: int) -> tuple[int, int, int | None] | None:
 
 
 def _length(first: bytes, most: int) -> int:
-    """The length in bytes of a number with this first byte: the byte's leading zero bits plus one; 0 if the byte is
-    0."""
+    """The length in bytes of a number with this first byte: the byte's leading zero bits plus one. 0 if the byte is 0
+    or the length exceeds `most`."""
     count = 9 - first[0].bit_length() if first and first[0] else 0
     return count if count <= most else 0
 

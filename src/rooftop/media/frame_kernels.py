@@ -78,9 +78,9 @@ def store_colours(
 
 @triton.jit
 def frame_to_rgb(
-    y0, y1, y2, y3, y4, y5, y6, y7,  # (H, W) each
-    u0, u1, u2, u3, u4, u5, u6, u7,  # (H', W')
-    v0, v1, v2, v3, v4, v5, v6, v7,
+    y0, y1, y2, y3, y4, y5, y6, y7,  # luma, (H, W) each
+    u0, u1, u2, u3, u4, u5, u6, u7,  # Cb, with one sample for DOWN x ACROSS pixels
+    v0, v1, v2, v3, v4, v5, v6, v7,  # Cr, as Cb
     out0, out1, out2, out3, out4, out5, out6, out7,  # (3, H, W), or (3, W, H) after a quarter turn
     height, width, y_row, chroma_row, chroma_step, origin, plane, out_row, out_column,
     black, middle, luma, red_cr, green_cb, green_cr, blue_cb, white,
@@ -114,10 +114,10 @@ def weight_of(position, centre, narrowing):
 
 @triton.jit
 def frame_to_resized_rgb(
-    y0, y1, y2, y3, y4, y5, y6, y7,  # (H, W) each
-    u0, u1, u2, u3, u4, u5, u6, u7,  # (H', W')
-    v0, v1, v2, v3, v4, v5, v6, v7,
-    out0, out1, out2, out3, out4, out5, out6, out7,  # (3, h, w), or (3, w, h) after a quarter turn
+    y0, y1, y2, y3, y4, y5, y6, y7,  # luma, (H, W) each
+    u0, u1, u2, u3, u4, u5, u6, u7,  # Cb, with one sample for DOWN x ACROSS pixels
+    v0, v1, v2, v3, v4, v5, v6, v7,  # Cr, as Cb
+    out0, out1, out2, out3, out4, out5, out6, out7,  # (3, out_height, out_width); a quarter turn swaps the last two
     height, width, out_height, out_width, down_by, across_by, rows, columns,
     y_row, chroma_row, chroma_step, origin, plane, out_row, out_column,
     black, middle, luma, red_cr, green_cb, green_cr, blue_cb, white,

@@ -192,7 +192,7 @@ def normalized(image: Image.Image, mean: Sequence[float] = MEAN, std: Sequence[f
     """
     pixels = np.asarray(image)  # (H, W, 3)
     values = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
-    for channel, value in enumerate(values):  # in-place, in chunks that stay in the cache
+    for channel, value in enumerate(values):  # in place, channel by channel, so that a channel stays in the cache
         np.divide(pixels[..., channel], np.float32(255), out=value)
         value -= np.float32(mean[channel])
         value /= np.float32(std[channel])

@@ -46,8 +46,9 @@ def _goes_back(source: Source) -> bool:
 
 
 class _Clock:
-    """Checks the clock of packets in file order: decoding times must increase, and each key frame must be shown after
-    all earlier frames. If the clock of a transport stream goes back, FFmpeg repeats the last decoding time."""
+    """Checks the clock of packets in file order: decoding times must not decrease, and each key frame must be shown
+    after all earlier frames. In a transport stream, decoding times must increase: if the clock goes back, FFmpeg
+    repeats the last decoding time."""
 
     def __init__(self, is_stream: bool) -> None:
         self._is_stream = is_stream
@@ -65,8 +66,8 @@ class _Clock:
 
 
 def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
-    """Build the index from packets alone. None if packets do not suffice: in some codecs, a packet can contain no
-    frame, or only one field of a frame."""
+    """Build the index from packets alone. None if packets do not suffice: a packet has no time, the clock goes back,
+    two packets have the same time, or a packet of this codec can contain no frame, or only one field of a frame."""
     context = decoder.stream.codec_context
     interlaced = int(context.field_order) > 1  # 0 is unknown, 1 progressive
     if not decoder.clocked or context.codec.canonical_name not in ONE_FRAME_A_PACKET or interlaced:

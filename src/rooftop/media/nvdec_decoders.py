@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 KEPT = ("h264", "hevc", "vp8", "vp9", "av1")
-HEADED = ("h264", "hevc")  # codecs that state headers once for the whole file, not in the key frames
+# codecs whose key frames may lack headers, because a container may state these once for the whole file
+HEADED = ("h264", "hevc")
 MOST = 32  # maximum number of idle decoders
 MOST_PIXELS = 32 * 1920 * 1088
 """Maximum total pixels of the idle decoders. A decoder keeps about twenty frames in memory, so 32 decoders of 1920 x

@@ -122,7 +122,8 @@ def resized_on_device(
         )
     entries = np.array([tables.entry(*kind) for kind in kinds])[kind_of]
     entries[:, kernels.START.value] += starts
-    rows = 3 * entries[:, kernels.ROWS.value] * entries[:, kernels.WIDTH.value]  # bytes of each photograph
+    # bytes of each photograph's resized rows, and of its result
+    rows = 3 * entries[:, kernels.ROWS.value] * entries[:, kernels.WIDTH.value]
     results = 3 * entries[:, kernels.HEIGHT.value] * entries[:, kernels.WIDTH.value]
     ends_of_rows, ends = rows.cumsum(), results.cumsum()
     entries[:, kernels.BETWEEN.value], entries[:, kernels.OUT.value] = ends_of_rows - rows, ends - results
@@ -156,7 +157,8 @@ class _Tables:
         self._end = 0
 
     def entry(self, height: int, width: int, change: Resize) -> list[int]:
-        """A row of the kernels' table of photographs, with places that are counted from 0."""
+        """A row of the kernels' table of photographs, for a photograph that begins at index 0 of `pixels`. The caller
+        adds the index of the photograph's first byte to START, and sets BETWEEN and OUT, which are 0 here."""
         _check(height, width, change)
         left, top, right, bottom = change.box or (0, 0, *change.size)
         column_table, column_taps, column, _ = self._placed(
@@ -168,8 +170,8 @@ class _Tables:
         return [*across, bottom - top, row_table, row_taps, 0, 0]
 
     def _placed(self, *axis: Any) -> tuple[int, int, int, int]:
-        """The place of an axis's weights, the number of weights per result, the first pixel that contributes to a
-        result, and the number of pixels up to the last one."""
+        """The place of an axis's weights, the number of weights per result pixel, the first pixel that contributes to
+        any kept result pixel, and the number of pixels from there to the last one that contributes."""
         if axis not in self._places:
             table, first, count = _table(*axis)
             self._places[axis] = self._end, table.shape[1] - 1, first, count
@@ -185,7 +187,8 @@ def _check(height: int, width: int, change: Resize) -> None:
         names = " or ".join(each.name for each in FILTERS)
         raise InputError(
             f"{change} of {width} x {height} pixels: expected the filter {names}, a size for which Pillow resizes rows "
-            f"first, at most {MOST_SIDE} rows and fewer than 2**31 values; use Resize.by_pillow"
+            f"first, a result of at most {MOST_SIDE} rows, and fewer than 2**31 values in each of the photograph, its "
+            "resized rows and the result; use Resize.by_pillow"
         )
 
 

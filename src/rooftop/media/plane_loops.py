@@ -228,7 +228,7 @@ def _resized(
     rounded: bool, tops: np.ndarray, bottoms: np.ndarray, row_weights: np.ndarray,
     lefts: np.ndarray, rights: np.ndarray, column_weights: np.ndarray,
 ) -> None:  # fmt: skip
-    """Compute the rows from `first` to `last` of the resized result.
+    """Compute the rows `first` to `last` - 1 of the resized result.
 
     Each needed row of the video is computed once, and added to all rows of the result to which it contributes. A few
     rows of the result are incomplete at a time. Complete rows are resized along the row.

@@ -386,7 +386,7 @@ class VideoReader:
 
     @property
     def _at_once(self) -> int:
-        """The number of frames that are converted together."""
+        """The maximum number of frames that are converted together."""
         if self._gpu is None:
             return 1
         frame_bytes = math.prod(self.form.shape(self.height, self.width)) * self.dtype.itemsize
@@ -441,7 +441,7 @@ class VideoReader:
 
     def _cursor_at(self, position: int, spare: Decoder | None = None) -> _Cursor:
         """Return a pass over the video that has just decoded the frame at `position`. The pass reuses the decoder
-        `spare` if there is one."""
+        `spare`, if there is one and the pass does not start at the beginning of the video."""
         index, last_good = self.index, None
         start = index.start_before(position) if index.seekable else -1
         misled = 0

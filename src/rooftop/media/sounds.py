@@ -31,7 +31,8 @@ formats, whose names end with "p", have the same values.
 
 HEAD_BYTES = 1 << 16
 JITTERS_A_SECOND = 200  # packet times may differ from the sample count by 5 ms, because Matroska stores times in ms
-MAX_SILENCE_BYTES = 1 << 27  # maximum silence that a jump in time may insert: 6 minutes of two channels at 48 kHz
+# maximum silence that the jumps in time of a track may insert in total: 6 minutes of two channels at 48 kHz
+MAX_SILENCE_BYTES = 1 << 27
 BACK_S = 1  # maximum overlap of a packet with the sound before it
 LOSSLESS = ("pcm_", "flac")
 TOLD_LENGTH = ("wav", "w64", "flac", "aiff", "caf", "au")  # formats whose header states the length of the sound

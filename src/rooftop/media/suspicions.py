@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Packet = av.Packet[av.VideoStream]
 
 DAMAGED = "a packet is damaged or incomplete"
-_MOST_KEPT = 1000  # packets kept since the last key frame; a key frame farther back than this is not available
+_MOST_KEPT = 1000  # maximum number of packets kept from a key frame on; with more, all of them are dropped
 _MOST_AHEAD = 2000
 _KEY_FRAMES = 2  # number of key frames to read after a suspicious packet
 

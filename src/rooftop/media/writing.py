@@ -43,7 +43,7 @@ formats count time in milliseconds (GIF: in hundredths of a second).
 """
 DISK_ERRORS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ESTALE)
 FULL_RANGE = ("mjpeg", "ljpeg", "amv")  # encoders of JPEG, whose standard has only full range
-TICKS_MPEG4 = 60_000  # ticks per second for an encoder that stores ticks in 16 bits
+TICKS_MPEG4 = 60_000  # ticks per second for MPEG-4, whose header stores this number in 16 bits
 UNTIMED_X265 = 2  # in videos of up to this many frames, x265 leaves decoding times uninitialized
 NARROWEST_X265 = 64  # for narrower frames, x265 (in PyAV 18) writes out of bounds in `Lookahead::cuTree`
 
@@ -502,7 +502,7 @@ class VideoWriter:
         packets = [*self._held, *self._stream.encode(frame)]
         if frame is None and self.encoder == "libx265" and self.frames <= UNTIMED_X265:
             for packet in packets:
-                packet.dts = packet.pts  # so few frames are decoded in the order in which they are shown
+                packet.dts = packet.pts  # x265 does not reorder a video of at most UNTIMED_X265 frames
         # Hold back the last packet, since its duration must be set. This packet may not belong to the last frame, but
         # it is the end of the decoding clock.
         self._held = packets[-1:] if frame is not None else []
