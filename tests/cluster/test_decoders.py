@@ -87,8 +87,8 @@ def test_successive_clips_of_a_video_are_decoded_by_one_process() -> None:
     assert [number for number, _ in found] == list(range(160))
     processes = [process for _, process in found]
     assert len(set(processes)) > 1
-    # Three runs of each of the first three videos, and eleven of the last: runs become shorter near the end, so that all
-    # processes have work. Tasks of four clips for any process would be 40.
+    # There are three runs of each of the first three videos, and eleven of the last: runs become shorter near the end,
+    # so that all processes have work. There would be 40 tasks of four clips.
     assert sum(one != other for one, other in pairwise(processes)) <= 20
 
 
