@@ -254,8 +254,8 @@ def opened(
     """Open the training data and the validation data (None if no validation data are given).
 
     Raises:
-        InputError: data cannot be read, --split is malformed, or the validation data are text and the training data are
-        not.
+        InputError: data cannot be read, --split is malformed, or of the training data and the validation data only one
+            is text.
     """
     tokens = open_mixture(data, kind)
     if split is not None:
