@@ -73,7 +73,8 @@ def check_outputs(outputs: Mapping[str, Sequence[Path | None]]) -> None:
 
 
 def _is_of(path: Path, kind: str) -> bool:
-    """Whether a file's name or content is of this kind. An empty file is of any kind."""
+    """Whether a file is of this kind by its name or, with any other name, by its content. An empty file is of any
+    kind."""
     names, beginnings = KINDS[kind]
     if path.name.lower().endswith(names):
         return True

@@ -23,7 +23,7 @@ from rooftop.models.conv_lstm.video import Continuation, continue_clip, load_nex
 from rooftop.whole_files import whole_file
 
 MAX_SIDE = 16384  # libx264's limit in pixels
-SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 s selects frame 2, even if the file states its time as 0.067 s
+SLACK_S = 0.0005  # tolerance, as in VideoReader.frames_at: 2 / 30 s selects frame 2, even if the file says 0.067 s
 
 Size = tuple[int, int]
 Progress = Callable[[str, float], None]
@@ -81,7 +81,7 @@ def _check_outputs(video: Path, picture: Path, inputs: Sequence[Path]) -> None:
     """Check the output files before the work begins.
 
     Raises:
-        click.BadParameter: a file cannot be written, has a different format, or is an input file.
+        click.BadParameter: a file cannot be written, has a name with another suffix, or is an input file.
     """
     for path, suffixes, option in ((video, VIDEOS, "--output"), (picture, (".png",), "--picture")):
         check_writable(path, inputs)
@@ -92,7 +92,9 @@ def _check_outputs(video: Path, picture: Path, inputs: Sequence[Path]) -> None:
 def _read(
     path: Path, size: Size | None, after: float | None, context: int | None, frames: int, progress: Progress
 ) -> Clip:
-    """Read the frames around `after`.
+    """Read the context (the frames before `after`), and the real frames from `after` on, which the network predicts.
+
+    If `after` is None, the network predicts the last `frames` frames of the video.
 
     Raises:
         InputError: the file is not a video, has too few frames, or does not contain the time.

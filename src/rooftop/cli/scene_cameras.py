@@ -21,7 +21,7 @@ from rooftop.scene.viewing.recorded_paths import RecordedPath
 Floats = NDArray[np.float64]
 Numbers = tuple[float, ...]
 
-PATH_RATE = 30  # pictures per second of a path
+PATH_RATE = 30  # pictures per second of a recorded path, if --frames is not given
 LOOKING = {"eye", "target", "up", "fov_y_degrees", "view_height"}
 CALIBRATED = {"K", "world_to_camera"}
 EITHER = {"width", "height", "near"}
@@ -143,7 +143,8 @@ def _check_together(choice: Choice) -> None:
 
 
 def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height: int, near: float) -> Camera:
-    """The camera at --eye, or a camera on an orbit around the scene. By default the whole scene is in view."""
+    """The camera at --eye, or a camera on an orbit around --target. In a perspective view, an orbit without a distance
+    is so wide that the whole scene is in view."""
     target = np.asarray(bounds.mean(0) if choice.target is None else choice.target)
     up = choice.up or (0.0, 0.0, 1.0)
     fov = 60.0 if choice.fov_y_degrees is None else choice.fov_y_degrees
@@ -157,7 +158,9 @@ def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height:
     if distances and distances[0] <= 0:
         raise click.BadParameter(f"the distance must be more than 0, got {distances[0]:g}", param_hint="--orbit")
     axis = around(up)[2]
-    if abs(elevation) > 89.9:  # in a view straight from above, the upper edge of the picture points ahead
+    if abs(elevation) > 89.9:
+        # The upper edge of the picture points away from the azimuth in a view straight from above, and towards it in a
+        # view straight from below.
         axis = -math.copysign(1, elevation) * outward(azimuth, 0, up)
     size = float(np.linalg.norm(bounds[1] - bounds[0]))
     eye = target + size * outward(azimuth, elevation, up)
@@ -202,8 +205,8 @@ def _of_object(view: Any, where: str, size: tuple[int, int] | None, near: float)
     if missing or wrong:
         raise InputError(
             f"{where}: {f'{missing[0]} is missing' if missing else f'{wrong[0]} is not known'}; expected eye and "
-            "target (and up, fov_y_degrees or view_height), or K and world_to_camera; both may have width, height "
-            "and near"
+            "target (and up, fov_y_degrees or view_height), or K and world_to_camera; each form may also have width, "
+            "height and near"
         )
     shape = size or (view.get("width", 1920), view.get("height", 1080))
     make: Callable[..., Camera] = Camera.from_intrinsics

@@ -36,7 +36,7 @@ from rooftop.whole_files import write_whole
 Bytes = NDArray[np.uint8]
 
 NIGHT, INK = (16, 19, 26), (226, 230, 238)  # colours of captions
-SPACING = 1.2  # distance between instances, as a multiple of the largest mesh's size
+SPACING = 1.2  # distance between the centers of neighbouring instances, as a multiple of the widest mesh's width
 
 
 def run_render(
@@ -156,7 +156,7 @@ def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene
     number = np.arange(instances)
     place = np.stack([number % side, number // side], 1) - (side - 1) / 2
     transforms = np.tile(np.eye(4), (instances, 1, 1))
-    # Center each mesh in its cell of the grid, in ground coordinates.
+    # Center each mesh in its cell of the grid. `place` and `middles` have the two coordinates along the ground.
     middles = (boxes.mean(1) @ directions.T)[number % len(files)]
     transforms[:, :3, 3] = (place * step - middles) @ directions
     for mesh in range(len(files)):
@@ -176,7 +176,7 @@ def _names(out: Path, shows: Sequence[str], frames: int) -> list[dict[str, Path]
 
 
 def _pictures(pictures: Mapping[str, Bytes], names: Mapping[str, Path]) -> Iterator[tuple[Image.Image, Path]]:
-    """Yield each picture with its file: separate pictures, or one sheet of all pictures."""
+    """Yield each picture with its file. If all pictures have the same file, yield one sheet of them instead."""
     if len(set(names.values())) == len(pictures):
         yield from ((Image.fromarray(picture), names[show]) for show, picture in pictures.items())
     else:

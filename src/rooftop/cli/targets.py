@@ -157,7 +157,7 @@ def _find(text: str) -> tuple[Callable[..., Any], Inputs | None, tuple[int, ...]
 
 
 def _imported(text: str) -> tuple[Callable[..., Any], Inputs | None]:
-    """Find an object by `named_object`. Call the object if it is a callable other than a module."""
+    """Find an object by `named_object`. Call the object unless it is an nn.Module."""
     found = named_object(text, "my_pkg.net:build")
     if isinstance(found, nn.Module):
         return found, None
@@ -177,7 +177,7 @@ def _taken_apart(text: str, built: Any) -> tuple[nn.Module, Inputs | None]:
     """Split the return value of a callable into the module and its inputs.
 
     Raises:
-        TargetError: the callable returned a different kind of object.
+        TargetError: the callable returned neither a module nor a tuple of a module and its inputs.
     """
     if isinstance(built, nn.Module):
         return built, None
@@ -205,6 +205,7 @@ def _described(value: Any) -> str:
 
 
 def _placed(value: Tensor, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Tensor:
-    """Move a tensor to the device. Cast floating-point values, and make images channels last on request."""
+    """Move a tensor to the device. Cast a floating-point tensor to `dtype`, if given. If `channels_last` is set, make a
+    tensor with four dimensions channels last."""
     value = value.to(device=device, dtype=dtype if value.is_floating_point() else None)
     return value.to(memory_format=torch.channels_last) if channels_last and value.dim() == 4 else value

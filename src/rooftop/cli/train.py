@@ -58,9 +58,10 @@ from rooftop.words import counted
 
 GRAPH_SHARE = 0.7
 """A CUDA graph is the default only if it needs less than this share of the GPU's memory."""
-LAUNCHED_PERCENT = (
-    15  # percent of roof. Llamas of 135 M to 7 B reach 4% if launches from Python limit the step, otherwise 34% to 73%.
-)
+LAUNCHED_PERCENT = 15
+"""A step that reaches at most this percentage of roof is probably limited by launches from Python. Llamas with 135 M to
+7 B parameters reached 4% of roof if launches limited the step, otherwise 34% to 73%.
+"""
 
 
 def train_gpt(
@@ -253,8 +254,8 @@ def opened(
     """Open the training data and the validation data (None if no validation data are given).
 
     Raises:
-        InputError: data cannot be read, --split is malformed, or the validation data are text and the training data are
-        not.
+        InputError: data cannot be read, --split is malformed, or of the training data and the validation data only one
+            is text.
     """
     tokens = open_mixture(data, kind)
     if split is not None:

@@ -161,7 +161,8 @@ def call_of(given: Call, before: Call | None, folder: Path, *, repeats_given: bo
     """Return the call to make, from the given arguments. Missing arguments come from the earlier run.
 
     Raises:
-        InputError: the folder contains a run of another task, or of other data.
+        InputError: the folder contains a run of another task or of other data, or --ablate is given, but the folder
+            contains a training.
     """
     if before is None:
         return given

@@ -53,18 +53,19 @@ from rooftop.cluster.working import Decoded, decoded
 from rooftop.errors import MissingExtraError, ModelRunError
 from rooftop.hardware.page_faults import keep_memory
 
-COPIED_SLOTS, LENT_SLOTS = 2, 8  # slots per process; each running task uses one of them
-COPIED_BYTES, LENT_BYTES = 256 << 20, 48 << 20  # bytes of each of these slots; only written pages take memory
+COPIED_SLOTS, LENT_SLOTS = 2, 8  # slots per process to copy tensors from, and to lend; a task uses one
+COPIED_BYTES, LENT_BYTES = 256 << 20, 48 << 20  # bytes of each such slot; only written pages take memory
 SPARE = 1.25  # number of bytes to pin in a slot, as a multiple of the bytes that its present contents occupy
 PAGE = 4096
-TASK_S = 0.04  # seconds of work in a task; the worker's thread waits for the GIL several times for each task
-TASK_BYTES = 24 << 20  # approximate bytes of a task's tensors
+TASK_S = 0.04  # maximum seconds of work in a task; the worker's thread waits for the GIL several times for each task
+TASK_BYTES = 24 << 20  # approximate maximum bytes of a task's tensors
 TASK_ITEMS = 16
 CLIPS_OF_A_TASK = 4
-# A process gets this many successive clips of a video. It seeks once for them: a seek decodes up to 250 further frames.
+# A process gets up to this many successive clips of a video, so that it seeks only once for all of them. A seek decodes
+# up to 250 frames before the wanted frame.
 CLIPS_OF_A_RUN = 16
 TASKS_OF_A_PROCESS = 2
-# maximum items decoded ahead, as a multiple of the items in all tasks; a larger multiple would touch new pages
+# maximum items decoded ahead, as a multiple of the items in all tasks; a larger multiple would touch more pages
 AHEAD = 2
 MOST_BYTES = 2 << 30  # approximate limit on the bytes that a worker's processes decode ahead
 DEATHS = 3  # an item fails after it has killed this many processes
@@ -72,7 +73,7 @@ PARENT_S = 0.5  # seconds between two checks that the worker still runs
 ALIGNMENT = 64
 END = struct.Struct("q")  # the end of each result: number of bytes that its tensors occupy in the slot
 NICE = 19  # lower priority than the worker, which shares the cores and must react at once to results and the GPU
-MOST_FILES = 65536  # limit on the files that a worker may have open when it forks
+MOST_FILES = 65536  # a new decoding process closes the worker's open files with numbers below this
 
 
 @dataclass
@@ -86,13 +87,13 @@ class _Waiting:
 
 @dataclass
 class _Process:
-    """The worker's view of a decoding process. Each of its tasks (oldest first) uses one slot of the arena."""
+    """The worker's record of a decoding process. Each of its unfinished tasks uses one slot of the arena."""
 
     number: int
     arena: _Arena
     process: Any = None
     connection: Any = None
-    tasks: deque[tuple[int, list[_Waiting]]] = field(default_factory=deque)  # slot of the arena, items
+    tasks: deque[tuple[int, list[_Waiting]]] = field(default_factory=deque)  # (slot, items), oldest first
     run: deque[_Waiting] = field(default_factory=deque)  # clips of one video that only this process will get
 
 
@@ -101,7 +102,8 @@ class _Arena:
 
     Attributes:
         free: the slots that can be lent now: all tensors that used them before are freed.
-        freed: pinned slots whose tensors a function of the user has freed. The GPU may still read them.
+        freed: slots whose tensors a function of the user, which uses the GPU, has freed. The GPU may still read these
+            slots.
     """
 
     def __init__(self) -> None:
@@ -124,7 +126,7 @@ class _Arena:
         return np.frombuffer(self._memory, np.uint8, size, _place(slot)[0])
 
     def lend(self, slot: int, size: int, free: deque[int]) -> Any:
-        """Lend the first `size` bytes of a slot to tensors. When its last tensor is freed, the slot is added to
+        """Lend the first `size` bytes of a slot to tensors. When all these tensors are freed, the slot is added to
         `free`."""
         bytes_ = (ctypes.c_char * size).from_buffer(self._memory, _place(slot)[0])
         weakref.finalize(bytes_, free.append, slot).atexit = False
@@ -135,8 +137,8 @@ class _Arena:
         return self._pinned.get(slot, (0, 0))[1]
 
     def pin(self, slot: int, size: int) -> bool:
-        """Pin the first bytes of a slot, so that a GPU reads them directly. Return whether the system allows
-        pinning."""
+        """Pin at least the first `size` bytes of a slot, so that a GPU reads them directly. Return whether the system
+        allows pinning."""
         address, pinned = self._pinned.get(slot, (0, 0))
         if size <= pinned:
             return True
@@ -151,7 +153,7 @@ class _Arena:
         return True
 
     def close(self) -> None:
-        """Unpin the memory. The memory is unmapped when its last tensor is freed."""
+        """Unpin the memory. The memory is unmapped when all tensors that use it are freed."""
         for address, _ in self._pinned.values():
             unregister(address)
         self._pinned.clear()
@@ -281,7 +283,8 @@ class Decoders:
         return taken
 
     def _pin_and_free(self) -> None:
-        """Pin slots that were read since the last call, and free slots once the GPU has read them."""
+        """Pin the slots in `_to_pin`. If an arena has slots in `freed`, but none in `free`, wait for the GPU, then move
+        the slots of all arenas from `freed` to `free`."""
         while self._to_pin:
             arena, slot, size = self._to_pin.popleft()
             if self._may_pin and not arena.pinned(slot):
@@ -289,7 +292,7 @@ class Decoders:
         if any(each.arena.freed and not each.arena.free for each in self._processes):
             arenas = [each.arena for each in self._processes]
             freed = [(arena, arena.freed.popleft()) for arena in arenas for _ in range(len(arena.freed))]
-            with suppress(RuntimeError):  # the function's own next call raises this error, too
+            with suppress(RuntimeError):  # the user's function gets this error, too: its next CUDA call raises it
                 torch.cuda.synchronize()
             for arena, slot in freed:
                 arena.free.append(slot)
@@ -334,8 +337,9 @@ class Decoders:
                 ahead = len(self._found) + self._flying
                 most = max(self._least_ahead, AHEAD * TASKS_OF_A_PROCESS * self.count * self._usual())
                 full = ahead >= most or self._bytes + self._flying * self._size >= MOST_BYTES
+                # If no process is at work and the next item to take is not decoded, a pause would never end.
                 self._paused = full and (self._flying > 0 or self._first in self._found)
-                if self._paused:  # only if the next item to take is decoded, or a process is at work
+                if self._paused:
                     return
             self._give_to(process, self._task(process))
 
@@ -348,8 +352,8 @@ class Decoders:
         return min(free, key=lambda each: (len(each.tasks), (each.run or self._waiting)[0].number), default=None)
 
     def _usual(self) -> int:
-        """The number of items in a task when many items wait: some milliseconds of work, or one item while the time per
-        item is unknown."""
+        """The number of items in a task when many items wait: 1 while the time per item is unknown, then as many as
+        TASK_ITEMS, TASK_S and TASK_BYTES (for clips, CLIPS_OF_A_TASK and TASK_BYTES) allow."""
         if not self._seconds:
             return 1
         most = self._most_of_a_task
@@ -360,8 +364,8 @@ class Decoders:
         return max(1, most)
 
     def _task(self, process: _Process) -> list[_Waiting]:
-        """The items of the process's next task: a fair share of the waiting items if only few wait, or a single item if
-        that item has killed a process."""
+        """Take the items of the process's next task: the usual number, or fewer if few items wait, so that each process
+        gets a share. An item that has killed a process is a task of its own."""
         share = -(-len(self._waiting) // self.count)
         if self._in_runs and not process.run:
             process.run.extend(_first_of(self._waiting, min(CLIPS_OF_A_RUN, share), of_one_file=True))
@@ -377,8 +381,8 @@ class Decoders:
             process.connection.send((slot, [each.item for each in task]))
 
     def _slot(self, process: _Process, items: int) -> int:
-        """Choose a slot for a task: a slot to lend if the task's tensors surely fit there, otherwise a slot from which
-        tensors are copied."""
+        """Choose a slot for a task: a free slot to lend if it is twice as large as the task's tensors probably are,
+        otherwise a slot from which tensors are copied."""
         if self._lends and 0 < 2 * self._size * items <= LENT_BYTES and process.arena.free:
             return process.arena.free.popleft()
         used = [slot for slot, _ in process.tasks]
@@ -532,10 +536,10 @@ def _end_with(worker: int) -> None:
 
 
 class _Writer(pickle.Pickler):
-    """A pickler that writes tensors to a slot if they fit there.
+    """A pickler that writes tensors to a slot if they fit there. The pickled bytes contain all other tensors.
 
     Attributes:
-        end: bytes of the slot that tensors occupy.
+        end: number of bytes at the beginning of the slot that tensors occupy so far.
     """
 
     def __init__(self, file: io.BytesIO, slot: Any) -> None:
@@ -584,9 +588,10 @@ class _Lending(_Reader):
 class _Copying(_Reader):
     """An unpickler that copies tensors out of a slot.
 
-    If memory is pinned, all tensors of a task are copied together. A copy for each tensor would be slower: each copy
-    releases the GIL, and waits for the GIL again while the worker's main thread computes. Unpinned tensors may
-    be passed to a user's function, which may keep or save one of them. So each unpinned tensor has its own memory.
+    If `pinned` is set, all tensors of a task are copied together into pinned memory. A copy for each tensor would be
+    slower: each copy releases the GIL, and waits for the GIL again while the worker's main thread computes. Unpinned
+    tensors may be passed to a user's function, which may keep or save one of them. So each unpinned tensor has its own
+    memory.
     """
 
     def __init__(self, content: bytes, slot: Any, pinned: bool) -> None:

@@ -40,7 +40,7 @@ BY_SUFFIX = ("text", "row", "cloud", "image", "clip")
 """
 
 ROWS_AT_ONCE = 1024  # rows of a Parquet file that are in memory at a time
-MOST_CHARACTERS = 1 << 26  # maximum length of a .csv cell, so that a quote that is never closed stays in memory
+MOST_CHARACTERS = 1 << 26  # maximum length of a .csv cell, so that a quote that is never closed cannot fill the memory
 MOST_LEVELS = 200  # maximum depth of a .jsonl row: pickling, which sends it to a worker, stops at 497 (Python 3.11)
 
 
@@ -158,7 +158,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
 
 def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
     """The sorted files below a folder, without hidden files and, as in Parquet readers, without names that begin with
-    "_". Symbolic links are followed, except to a folder that contains them.
+    "_". Symbolic links are followed, except a link to a folder that contains the link.
 
     Args:
         above: the resolved folders that contain this folder.
@@ -290,7 +290,8 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
-    """The rows below the header. There may be empty columns without a name, as at the end of a spreadsheet's rows."""
+    """The rows below the header. Several columns may have no name, as at the end of a spreadsheet's rows, but then only
+    the last of these columns may have content."""
     csv.field_size_limit(max(csv.field_size_limit(), MOST_CHARACTERS))
     with open(source, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = _csv_cells(file)
@@ -298,7 +299,8 @@ def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
         if isinstance(names, Damage):
             raise InputError(names.why)
         _check_names([name for name in names if name])
-        # the columns without a name, except the last one: a dict can hold one of them
+        # All columns without a name except the last one. Their cells must be empty, since a row is a dict, which keeps
+        # only the last value of the name "".
         unnamed = [place for place, name in enumerate(names) if not name][:-1]
         for number, cells in enumerate(rows):
             if isinstance(cells, Damage):

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from rooftop.cluster.decoders import Decoders
 
 CHUNKS_OF_A_WORKER = 2
-# A worker gets further chunks until it has this many items for each of its decoding processes. A decoding process gets
-# 16 successive clips of a video.
+# A worker gets more than CHUNKS_OF_A_WORKER chunks if it has fewer items (or clips) than this for each of its decoding
+# processes. The number of clips is larger because a decoding process gets 16 successive clips of a video at once.
 ITEMS_OF_A_DECODER, CLIPS_OF_A_DECODER = 16, 48
 CORES_OF_A_WORKER = 4  # on the CPU
-MOST_STARTS = 3  # the run fails after this many failed starts
+MOST_STARTS = 3  # the run fails if this many starts in a row fail
 MOST_THREADS = 16  # maximum decoding threads of a worker, each of which may hold a whole photograph
 MOST_DECODERS = 32  # maximum decoding processes of a worker
 CORES_OF_TORCH = 4  # in a worker with decoding processes, torch gets one thread per this many cores

@@ -39,7 +39,7 @@ MOST_BYTES = 16 << 20  # approximate limit on the bytes of a chunk's rows
 # Until each column has a type, chunks run one at a time, with at most this many items. After this many items, the types
 # that are known become final.
 LEARNED_FROM = 256
-DISTURBED_PERCENT = 110  # a rate above this percentage of the ceiling shows that other work disturbed the run
+DISTURBED_PERCENT = 110  # a higher `percent_of_ceiling` shows that other work disturbed the run
 DEATHS = 3  # an item becomes an error row after it or its chunk has ended this many workers
 # for each kind of items: the unit in which messages state an item's position
 PLACES = {"text": "line", "row": "row", "clip": "frame"}
@@ -301,7 +301,7 @@ class _Run:
         self.items = self.errors = self.lost = 0
         self.decoded = self.called = 0
         self.decode_s = self.call_s = 0.0
-        self.workers: dict[str, int] = {}  # worker's name -> number of its decoding threads
+        self.workers: dict[str, int] = {}  # worker's name -> number of its decoding threads or processes
         self.first_at = self.last_at = 0.0
         self.first_done_at, self.first_done = 0.0, 0  # time of the first finished chunk, and its number of items
         self.start: dict[str, float] = {}
@@ -318,7 +318,7 @@ class _Run:
         self._columns = parts.columns
 
     def in_parts(self) -> int:
-        """The number of new rows in the parts; other rows wait until each column has a type."""
+        """The number of rows that this run has added to the parts. Its other rows wait until each column has a type."""
         return self.items - sum(rows.num_rows for rows in self._unsettled)
 
     def show(self, what: str) -> None:
@@ -399,8 +399,8 @@ class _Run:
         self._size = self._next_size(chunk, outcome, batch)
 
     def _next_size(self, chunk: Chunk, outcome: Outcome, batch: int) -> int:
-        """The chunk size for half a second of work, in whole batches. Until all columns have types, the size doubles
-        each time."""
+        """The size of later chunks, given a finished chunk: CHUNK_S of work in whole batches, but at most twice the
+        finished chunk's size. Until all columns have types: twice that size, but at most LEARNED_FROM."""
         if not self._final:
             return min(2 * len(chunk.items), LEARNED_FROM)
         size = outcome.batch.nbytes / len(chunk.items)

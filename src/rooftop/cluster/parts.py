@@ -33,7 +33,7 @@ from rooftop.words import counted
 
 FORMAT = 1
 RECORD = "_rooftop.json"
-PART_BYTES = 64 << 20  # maximum bytes of a part in memory
+PART_BYTES = 64 << 20  # added rows are written as a part once they take this many bytes of memory
 # An interrupted run loses at most the rows of its last 10 s, or of the last 2% of its time if that is longer. Longer
 # intervals make fewer parts.
 FIRST_PART_S = 10.0
@@ -106,7 +106,7 @@ class Parts:
         self.done = Done()
         self._waiting: list[Any] = []
         self._waiting_bytes = 0
-        self._begun = self._since = time.monotonic()  # the time when the oldest waiting row was added
+        self._begun = self._since = time.monotonic()  # `_since`: the time when the oldest waiting row was added
         self._lock: IO[str] = self._locked()
         try:
             self._check_record()

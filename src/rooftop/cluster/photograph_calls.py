@@ -37,7 +37,7 @@ from rooftop.models.images import IMAGENET, Preprocessing, normalization, normal
 from rooftop.models.vision.classification import class_names as imagenet_names
 
 CALLED = "this photograph"
-SIZES = 4096  # sizes of photographs whose changes are kept
+SIZES = 4096  # maximum number of photograph sizes whose `Resize` is cached
 
 
 class Computed(NamedTuple):
@@ -79,7 +79,7 @@ class Answer(Protocol):
 
 @dataclass(frozen=True)
 class _Begun:
-    """A batch that the device computes. Times are CUDA events, or seconds on the CPU."""
+    """A batch that the device computes. `started` and `ended` are CUDA events, or seconds if the device is the CPU."""
 
     photographs: list[Shown]
     results: list[Tensor]
@@ -174,8 +174,10 @@ class PhotographCall:
             begun.ended.synchronize()
 
     def _sent(self, photographs: list[Shown]) -> list[Tensor]:
-        """Copy the pixels to the device, and resize them there if they are whole photographs: one (B, H, W, 3) if all
-        results have the same shape, or one (1, H, W, 3) per photograph."""
+        """Copy the pixels to the device, and resize there the photographs that are not resized yet.
+
+        Returns one tensor (B, H, W, 3) if all results have the same shape, otherwise a (1, H, W, 3) per photograph.
+        """
         pixels = [each.pixels for each in photographs]
         if self.pins and not pixels[0].is_pinned():  # the pixels of a batch are pinned, or none of them are
             pixels = self._pinned(pixels)
@@ -184,7 +186,7 @@ class PhotographCall:
         return images
 
     def _resized(self, photographs: list[Shown], pixels: Tensor) -> list[Tensor]:
-        """Resize photographs whose values (bytes,) are on the device."""
+        """Split `pixels`, (bytes,) on the device, into photographs, and resize those that are not resized yet."""
         sizes = [each.pixels.numel() for each in photographs]
         shapes = [tuple(each.pixels.shape) for each in photographs]
         if not all(each.resized for each in photographs):

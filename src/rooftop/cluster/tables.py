@@ -21,7 +21,7 @@ from rooftop.errors import InputError
 from rooftop.words import whole_message
 
 FIXED = ("input", "place", "error")
-MOST_CHARACTERS = 500  # maximum length of an error in a table
+MOST_CHARACTERS = 500  # maximum length of an error message in a table
 REFUSALS = (ValueError, TypeError, OverflowError)  # raised by pyarrow for unsuitable values, besides its own exceptions
 MOST_LEVELS = 40  # maximum nesting of a result; Parquet files with lists in 50 levels can be written, but not read
 DECIMAL = (38, 18)  # precision and scale of a column of decimals, as in Spark: 20 digits before the point, 18 after it
@@ -64,7 +64,8 @@ def row_of(result: Any) -> Row:
 
 
 def _plain(value: Any, levels: int = 1) -> Any:
-    """Convert tensors to arrays of the same dtype, also inside lists and dicts, and arrays to dtypes of Arrow."""
+    """Convert tensors to arrays of the same dtype (bfloat16: float32), and arrays to dtypes of Arrow, also inside lists
+    and dicts."""
     if type(value) in ATOMS:
         return value
     if levels + getattr(value, "ndim", 0) > MOST_LEVELS:
@@ -266,7 +267,8 @@ def _column(values: list[Any], kind: Any) -> Any:
     """Convert values to a type without loss. For an integer type, 2.0 is converted, but 1.5 and "2" are refused.
 
     Raises:
-        ArrowException, ValueError, TypeError, OverflowError: pyarrow refuses the values, or a value is of another kind.
+        ArrowException, ValueError, TypeError, OverflowError: pyarrow refuses the values, or their type may not become
+            this type (see `_alike`).
     """
     pa = load_arrow()
     found = pa.array(values)
@@ -286,7 +288,7 @@ def _alike(one: Any, other: Any) -> bool:
     way. The keys of a dict may have another order, and missing keys are null. An unknown type matches any type.
 
     A boolean may become a number, but a number may not become a boolean. Floats and decimals may not become each other,
-    since their digits differ. A time may not become a date."""
+    since the digits of a value would change. A time may not become a date."""
     pa = load_arrow()
     if pa.types.is_null(one) or pa.types.is_null(other):
         return True

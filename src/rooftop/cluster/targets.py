@@ -243,7 +243,8 @@ def _of_name(name: str) -> ModuleType:
 
 
 def _of_file(path: Path) -> ModuleType:
-    """Import a file as a module with the file's name. The module can import other files in the same folder."""
+    """Import a file as a module with the file's name, or with a longer name if another module has this name. The module
+    can import other files in the same folder."""
     if not path.is_file():
         raise TargetError(f"{path}: no such file")
     known = sys.modules.get(path.stem)

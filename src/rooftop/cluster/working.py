@@ -200,8 +200,8 @@ class _Progress:
         return self.done == len(self.chunk.items)
 
     def add(self, outcomes: list[Row | Failure]) -> None:
-        """Add the outcomes of the next items. Outcomes become rows once there are many outcomes, or when the chunk is
-        complete.
+        """Add the outcomes of the next items. Outcomes become rows of a table once ROWS_AT_ONCE of them wait, or
+        when the chunk is complete.
 
         Converting a whole chunk at once would take longer than the GPU needs for the batch in progress.
         """
@@ -234,7 +234,11 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch that has begun: its items, and the return value or the error of `PipelinedCall.begin`."""
+    """A batch of items from number `first` of a chunk on.
+
+    `begun` is the return value or the error of `PipelinedCall.begin`; for any other call, the call's results; None if
+    no item could be decoded.
+    """
 
     progress: _Progress
     first: int
@@ -255,7 +259,7 @@ class Workshop:
         self.decode = decode or job.decoder(device)
         self.call = job.target.load(device)
         self._pipelined = self.call if isinstance(self.call, PipelinedCall) else None
-        self.pins = bool(getattr(self.call, "pins", False))  # whether the call sends pinned memory directly
+        self.pins = bool(getattr(self.call, "pins", False))  # whether the call sends pinned memory without copying it
         self.pool = ThreadPoolExecutor(job.threads, "rooftop-decode")  # starts its threads when they are needed
 
     def ahead(self, more: Callable[[], Sequence[Item] | None]) -> AheadByThreads:

@@ -211,7 +211,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
         tensor = torch._C._functorch.get_unwrapped(tensor)
     if not is_sparse(tensor):
         return [tensor]
-    with _disable_current_modes():  # this check is not part of the program
+    with _disable_current_modes():  # reading the parts is not part of the program
         return [getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout]]
 
 
@@ -279,7 +279,8 @@ def _is_opaque(tensor: Tensor) -> bool:
 
 
 def _bytes_of_views(views: list[Tensor]) -> int:
-    """Distinct bytes of views of one memory: at most their sum, and at most the union of their spans."""
+    """An upper bound of the distinct bytes of views of one memory: the sum of the views' bytes or the union of their
+    spans, whichever is less."""
     if _is_opaque(views[0]):
         return tensor_bytes(views[0])
     spans: dict[tuple[Any, ...], tuple[Any, Any, int]] = {}

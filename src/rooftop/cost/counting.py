@@ -202,8 +202,8 @@ _NO_PART_OF_THE_PROGRAM = {"prim", "profiler"}
 
 
 def _is_traced() -> bool:
-    """Whether operators are being recorded into a graph. If so, nothing is counted: torch.jit.trace would record the
-    mode's reading of a size, and `make_fx`, which differentiates control flow, computes no part of the step.
+    """Whether operators are being recorded into a graph. If so, nothing is counted: torch.jit.trace would record that
+    the mode reads sizes, and operators that `make_fx` runs to differentiate control flow are no part of the step.
     """
     return torch._C._get_tracing_state() is not None or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None
 

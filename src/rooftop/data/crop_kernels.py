@@ -15,10 +15,10 @@ from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 TOP, LEFT, HEIGHT, WIDTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # of the crop
 STRIDE, PLANE = tl.constexpr(4), tl.constexpr(5)  # strides of the photograph's rows and colour planes, in pixels
 FIRST_ROW = tl.constexpr(6)  # index of the crop's first row among the rows of all crops
-OUT_TOP, OUT_LEFT = tl.constexpr(7), tl.constexpr(8)  # top-left pixel of the result in the resized crop
+OUT_TOP, OUT_LEFT = tl.constexpr(7), tl.constexpr(8)  # position of the result's top-left pixel in the resized crop
 # maximum number of input pixels that contribute to an output pixel, down and across
 ROW_TAPS, COLUMN_TAPS = tl.constexpr(9), tl.constexpr(10)
-FLIP, DOWN, RIGHT = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)  # 1 to flip; shift of the result, in pixels
+FLIP, DOWN, RIGHT = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)  # FLIP: 1 or 0; shift of the result, in pixels
 ENTRIES = tl.constexpr(14)
 
 

@@ -35,7 +35,8 @@ from rooftop.errors import InputError
 from rooftop.media.images import ImageDecoder, ImageFile
 from rooftop.media.nvjpeg import missing
 
-# pixels of the photographs that are on the GPU at the same time: 192 MiB, or 350 photographs of 500 x 375
+# maximum number of pixels of the photographs that are on the GPU at the same time: 192 MiB, or 350 photographs of
+# 500 x 375
 GROUP_PIXELS = 64 << 20
 GAIN = 2.5
 """The GPU decodes if it is this many times as fast as the CPU.

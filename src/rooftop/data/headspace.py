@@ -152,7 +152,7 @@ def _of_samples(
     workers: int,
     seconds: float,
 ) -> list[tuple[str, float]]:
-    """Measure the samples per second of the workers' stages."""
+    """Measure the samples per second of the workers' stages and of collate."""
     found = []
     if isinstance(samples, StagedSamples):
         staged = samples

@@ -33,7 +33,7 @@ from rooftop.words import did_you_mean
 ASPECTS = (3 / 4, 4 / 3)  # range of width / height of random crops
 ERASED_PARTS, ERASED_ASPECTS = (0.02, 1 / 3), (0.3, 3.3)
 TRIES = 10  # maximum number of attempts to draw a shape that fits
-MARGIN = 256 / 224  # ratio of the shorter side to the side of the central square in validation, as for ImageNet
+MARGIN = 256 / 224  # shorter side of the resized image / side of its central square, in validation, as for ImageNet
 JUDGED_REDUCTION = 2.0  # validation images are decoded at twice their final size or more
 # Images with a higher ratio of sides are cut before resizing. Without the cut, 5000 x 1 pixels took 1 GB and 2 s.
 LONGEST = 16
@@ -123,7 +123,7 @@ class ImageTransform:
             )
 
     def __call__(self, image: Image.Image | Tensor, generator: np.random.Generator | None = None) -> Tensor | Pixels:
-        """Return the image as (3, size, size) float32, or as `Pixels`.
+        """Return the image as (3, size, size) float32 if `normalize` is set, else as `Pixels`.
 
         Args:
             image: RGB, or (3, H, W) uint8 on the CPU.

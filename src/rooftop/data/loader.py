@@ -172,7 +172,7 @@ class Loader:
         return self._batches(epoch, start, epochs * len(self))
 
     def _batches(self, epoch: int, start: int, end: int) -> Iterator[LoadedBatch]:
-        """Yield batches `start` to `end - 1`; both numbers count from the beginning of `epoch`."""
+        """Yield batches `start` to `end - 1`, counted from the beginning of `epoch` on through the epochs after it."""
         number, found, skipped = start, 0, len(self.skipped)
         while number < end:
             way = self._choice.trial
@@ -291,14 +291,15 @@ class Loader:
 
 
 def _worth_trying(workers: int, on_gpu: bool, thread_safe: bool) -> tuple[str, ...]:
-    """The ways to make batches that are worth timing. A single worker helps only with a GPU."""
+    """The ways to make batches that are worth timing. A single worker helps only while a GPU computes."""
     if workers == 1 and not on_gpu:
         return ("here",)
     return WAYS if thread_safe else ("here", "processes")
 
 
 def _usual_workers(ranks: int) -> int:
-    """The number of workers: one per CPU that this process may use, divided among the ranks of the machine."""
+    """The number of workers of a rank: the CPUs that this process may use, divided by the number of ranks on this
+    machine; at least 1 and at most MOST_WORKERS."""
     return max(1, min(MOST_WORKERS, _cpus() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))))
 
 

@@ -69,10 +69,10 @@ class Order:
         return places, self._epoch(epoch)[numbers] if self.shuffle else numbers, places // different
 
     def _epoch(self, epoch: int) -> Numbers:
-        drawn = self._drawn  # several threads may set this at the same time; each assignment is atomic
+        drawn = self._drawn  # several threads may set `_drawn` at the same time; each assignment is atomic
         if drawn is None or drawn[0] != epoch:
             # The spawn key separates the order's random numbers from those of the samples, which are seeded by (seed,
-            # epoch, i).
+            # epoch, index) and, for further copies, (seed, epoch, index, copy).
             generator = np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=(1,)))
             drawn = self._drawn = (epoch, generator.permutation(self.samples))
         return drawn[1]

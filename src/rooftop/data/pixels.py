@@ -58,7 +58,7 @@ class Normalizer:
 
         Returns (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the image is erased."""
         values, erased, operations = Pixels(*pixels)
-        if operations.numel():  # empty, on the CPU, by default
+        if operations.numel():  # by default there are none, and this empty tensor is on the CPU
             values = augmented(values, operations)
         normal = self._normal(values)
         top, left, bottom, right = erased.unbind(1)  # (N,) each

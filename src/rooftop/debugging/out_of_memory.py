@@ -260,8 +260,8 @@ class _Watched:
 
 @contextmanager
 def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]:
-    """Call `mark` with the scope whenever another module, or an optimizer, begins to run in this thread. The scope ""
-    means that neither runs."""
+    """In the block, call `mark` in a thread whenever another module or optimizer becomes the innermost that runs there.
+    The argument is MODULE_MARK with the module's scope, OPTIMIZER_MARK, or "" if neither runs."""
     threads = threading.local()  # per thread, as torch's mark is: backward passes run in other threads
 
     def calls() -> tuple[RunningCalls, RunningCalls]:

@@ -198,7 +198,7 @@ class _Watcher:
         recorded = self._recorded.pop(address, set())
         if info is not None:
             uses = [*info.reads, *([] if info.write is None else [info.write])]
-            # autograd calls `record_stream` in C++, which is not visible here
+            # Uses in backward are left out: autograd calls `record_stream` for them in C++, which is not visible here.
             self._left[address] = [use for use in uses if use.stream not in recorded and not use.operator.in_backward]
 
     def _report(self, error: Any) -> None:

@@ -66,9 +66,9 @@ def _visible_pairs(query: Tensor, key: Tensor, block_mask: tuple[Any, ...]) -> C
 
     Args:
         query, key: (B, H, S_q, D) and (B, H', S_k, D).
-        block_mask: a tuple that begins with the two lengths. Then it has, for each row of blocks, the number of partly
-            kept blocks, the indices of these blocks, the number of fully kept blocks, the indices of these blocks, ...
-            The tuple ends with the height and width of a block, and the mask's function.
+        block_mask: a tuple that begins with the numbers of queries and of keys. Then it has, for each row of blocks,
+            the number of partly kept blocks, the indices of these blocks, the number of fully kept blocks, the indices
+            of these blocks, ... The tuple ends with the height and width of a block, and the mask's function.
     """
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]

@@ -77,7 +77,8 @@ def _pairs(call: Call) -> int:
     query, key = call["query"], call["key"]
     starts: Tensor | None = next((call[name] for name in _STARTS if name in call), None)
     heads = query.shape[-2]
-    # A causal mask shows positions up to the query's own, aligned at the first or at the last query.
+    # A causal mask shows positions up to the query's own. Some operators align keys and queries at the first position,
+    # others at the last; the pairs are counted as if they were aligned at the first.
     causal = call["is_causal"] if "is_causal" in call else call["custom_mask_type"] != 0
     left, right = _window(call, causal)
     if starts is None or starts.numel() == 0:

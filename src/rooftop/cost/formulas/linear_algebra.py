@@ -84,7 +84,7 @@ def _cost(call: Call, matrix: Tensor, flops: float, read: list[Tensor], written:
 cost_of(*aten("cholesky linalg_cholesky_ex linalg_ldl_factor_ex"))(_of_matrix(_cholesky))
 cost_of("aten::cholesky_inverse")(_of_matrix(lambda m, n: 2 * n**3 / 3))
 cost_of(*aten("linalg_lu linalg_lu_factor_ex"))(_of_matrix(_lu))
-# These operators also multiply the diagonal.
+# These operators also multiply the elements of the diagonal with each other.
 cost_of(*aten("_linalg_det _linalg_slogdet"))(_of_matrix(lambda m, n: _lu(m, n) + n))
 cost_of("aten::linalg_inv_ex")(_of_matrix(lambda m, n: 2 * n**3))
 cost_of("aten::geqrf")(_of_matrix(_householder))
@@ -219,7 +219,7 @@ def solve(call: Call) -> Cost:
 def least_squares(call: Call) -> Cost:
     """Cost of a QR factorization, of applying its reflectors to k right-hand sides, and of a triangular solve. Wide
     matrices count as their transposes."""
-    matrix, right = call["self"], call["b"]  # (..., m, n), (..., m, k) or (..., m)
+    matrix, right = call["self"], call["b"]  # (..., m, n); (..., m, k) or (..., m)
     m, n = matrix.shape[-2:]
     k = right.shape[-1] if right.ndim == matrix.ndim else 1
     short = min(m, n)

@@ -108,10 +108,10 @@ def ctc_loss_backward(call: Call) -> Cost:
 def ctc_loss_and_gradient(call: Call) -> Cost:
     """Cost of both recursions at once, since cuDNN writes the gradient together with the loss. S is the number of
     labels of a sequence."""
-    # (T, N, C), (N, S) or the labels of all sequences end to end
+    # (T, N, C); (N, S), or (labels,) for the labels of all sequences end to end
     log_probability, targets = call["log_probs"], call["targets"]
     steps, batch, _ = log_probability.shape
-    states = steps * (2 * targets.numel() + batch)  # 2 S + 1 for each sequence
+    states = steps * (2 * targets.numel() + batch)  # in each step, 2 S + 1 for each sequence
     flops = (2 * CTC_STATE + 3) * states + 6 * log_probability.numel()
     return Cost(
         distinct_bytes(call.read_tensors),

@@ -32,7 +32,7 @@ def merged(*parts: dict[str, int]) -> dict[str, int]:
 @cost_of(*aten("_int_mm _sparse_sparse_matmul bmm dot hspmm mm mv vdot"))
 def product(call: Call) -> Cost:
     """(m, k) @ (k, n), batched or not: 2 m n k."""
-    left, right = call.read_tensors  # (..., m, k), (..., k, n) or (k,)
+    left, right = call.read_tensors  # (..., m, k) or (k,); (..., k, n) or (k,)
     return Cost(
         factor_bytes(left, right), distinct_bytes([call.out]), matrix_flops(left, multiply_adds(left, right, call.out))
     )
@@ -42,7 +42,7 @@ def product(call: Call) -> Cost:
 def product_and_sum(call: Call) -> Cost:
     """`beta * self + alpha * (left @ right)`. With beta 0, `self` is not read. A factor of 1 costs no
     multiplication."""
-    left, right = call.read_tensors_except("self")  # (..., m, k), (..., k, n) or (k,)
+    left, right = call.read_tensors_except("self")  # (..., m, k); (..., k, n) or (k,)
     products = multiply_adds(left, right, call.out)
     if call.func._schema.name.startswith("aten::addbmm"):
         products *= left.shape[0]  # the operator sums over the batch, too

@@ -44,7 +44,7 @@ cost_of(*aten("copy"))(streaming(unread=["self"]))  # `self` only gives the shap
 cost_of("aten::_nested_tensor_from_mask_left_aligned")(streaming(1, per="mask", unread=["t"]))
 # The operator copies the weights one after another into cuDNN's layout.
 cost_of("aten::_cudnn_rnn_flatten_weight")(streaming())
-# The operator adds up the gradients of repeated elements.
+# These operators add up the gradients of all copies of an element: in overlapping windows, or in the padding.
 cost_of(*aten("unfold_backward"))(streaming(1, per="grad_in"))
 cost_of(*aten("col2im"))(streaming(1, per="self"))
 cost_of(
@@ -60,7 +60,7 @@ def gathering(table: str) -> Formula:
     def formula(call: Call) -> Cost:
         source: Tensor = call[table]
         picked = addressed_bytes(source, elements(call.out))
-        if is_sparse(source):  # the indices select the values
+        if is_sparse(source):  # the operator reads all indices, and the values that it picks
             picked = index_bytes(source) + value_bytes(call.out)
         return Cost(picked + distinct_bytes(call.read_tensors_except(table)), tensor_bytes(call.out))
 

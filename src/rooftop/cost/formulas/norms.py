@@ -101,7 +101,7 @@ def _norm_backward(
     *,
     statistics_depend: bool = True,
 ) -> Cost:
-    """Cost of each requested gradient (input, weight, bias), with its operands.
+    """Cost of the requested gradients (of input, weight and bias). Only tensors that these gradients need are read.
 
     Args:
         mean: None for RMS norms, which subtract no mean.

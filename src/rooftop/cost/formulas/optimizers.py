@@ -48,7 +48,7 @@ def _adam_states(call: Call) -> list[str]:
 
 
 def _adam_flops(call: Call) -> int:
-    # Flops: averages m 3 (lerp) and v 4, denominator √v / c + ε 3, step m / denominator · lr 3.
+    # Flops: average m (lerp): 3; average v: 4; denominator √v / c + ε: 3; subtract m / denominator · lr: 3.
     return 13 + 2 * (call["weight_decay"] != 0) + call["amsgrad"]
 
 
@@ -57,7 +57,7 @@ def _sgd_states(call: Call) -> list[str]:
 
 
 def _sgd_flops(call: Call) -> int:
-    # Flops: the step 2, the buffer μ b + (1 - dampening) g 3 (undamped 2), Nesterov's g + μ b 2.
+    # Flops: the step: 2; the buffer μ b + (1 - dampening) g: 3, or 2 without dampening; Nesterov's g + μ b: 2.
     momentum = 0 if call["momentum"] == 0 or call["is_first_step"] else 2 + (call["dampening"] != 0)
     return 2 + momentum + 2 * call["nesterov"] + 2 * (call["weight_decay"] != 0)
 
@@ -65,7 +65,7 @@ def _sgd_flops(call: Call) -> int:
 FUSED_STEPS: dict[str, FusedStep] = {
     "_fused_adagrad": FusedStep(
         states=lambda call: ["state_sums"],
-        flops=lambda call: 7 + 2 * (call["weight_decay"] != 0),  # g² + sum 2, √ + ε 2, divide, lr, subtract 3
+        flops=lambda call: 7 + 2 * (call["weight_decay"] != 0),  # g² + sum: 2; √ + ε: 2; divide, scale, subtract: 3
     ),
     "_fused_adam": FusedStep(_adam_states, _adam_flops),
     "_fused_adamw": FusedStep(_adam_states, _adam_flops),

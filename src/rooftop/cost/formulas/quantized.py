@@ -96,7 +96,7 @@ cost_of(*_quantized("cat cat_relu"))(streaming())
 
 
 def _integer_product(call: Call, products: int, weight_bytes: int, epilogue: int) -> Cost:
-    """Cost of products in the input's dtype, and of an epilogue for each result."""
+    """Cost of `products` multiply-adds in the input's dtype, and of `epilogue` flops for each result."""
     source = call.read_tensors[0]
     flops = merged(matrix_flops(source, products), arithmetic(epilogue * call.out.numel(), [call.out]))
     return Cost(distinct_bytes(call.read_tensors) + weight_bytes, tensor_bytes(call.out), flops)

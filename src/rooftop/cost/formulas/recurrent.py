@@ -54,7 +54,7 @@ def _arguments(call: Call, *names: str) -> list[Tensor]:
 
 
 def _weights(call: Call) -> list[Tensor]:
-    """The matrices and biases. `weight_buf` is the same memory in the back end's layout."""
+    """The matrices and biases. `weight_buf` is the same memory in the back end's layout, so it is left out."""
     return _arguments(call, "weight", "weight0", "weight1", "weight2", "weight3", "weight4")
 
 

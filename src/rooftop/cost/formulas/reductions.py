@@ -93,7 +93,8 @@ def trace(call: Call) -> Cost:
 def euclidean_distances(call: Call) -> Cost:
     """Cost of the distances of all pairs of rows by |x|² + |y|² - 2 x·y: a matrix product, and a few more flops."""
     left, right = call["x1"], call["x2"]  # (..., m, d), (..., n, d)
-    pointwise = 2 * (left.numel() + right.numel()) + 4 * call.out.numel()  # two sums, a scale, a root
+    # |x|² and |y|²: a square and a sum for each element; for each distance: two sums, a scale, a root
+    pointwise = 2 * (left.numel() + right.numel()) + 4 * call.out.numel()
     flops = merged(matrix_flops(left, call.out.numel() * left.shape[-1]), arithmetic(pointwise, [left]))
     return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), flops)
 
