@@ -146,8 +146,8 @@ def _on_map(padded: Tensor, like: Tensor) -> Tensor:
 
 
 def _shift_mask(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tensor | None:
-    """The mask (windows, 1, N, N). A pair of positions gets MASKED if only one of both was shifted in from the opposite
-    end of the map, and 0 otherwise. None if there is no shift.
+    """The mask (windows, 1, N, N). A pair of positions gets MASKED if, along the height or along the width, only one of
+    both was shifted in from the opposite end of the map, and 0 otherwise. None if there is no shift.
     """
     if not any(shift):
         return None
