@@ -36,7 +36,7 @@ PARTS = ("launches", "memory", *DTYPES)
 ROUNDS = 3
 BURST_S = 0.015  # seconds for each candidate in each round; there are up to 185 candidates
 SAMPLE_S = 1e-3
-SLOW_S = 0.05  # a slower call has no fast path for its dtype: run it once per round, and skip larger shapes
+SLOW_S = 0.05  # a slower call has no fast path for its dtype: take one sample per round, and skip larger shapes
 
 Call = Callable[[], object]
 

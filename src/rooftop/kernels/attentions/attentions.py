@@ -115,7 +115,9 @@ ALIGNMENT = 16  # bytes of a load; the back ends require rows whose size is a mu
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """The tensor, copied if needed, with contiguous features in each row and a row stride of a multiple of 16 bytes."""
+    """The tensor, copied if needed, with contiguous features in each row. If the size of a row is a multiple of 16
+    bytes, the strides between rows are multiples of 16 bytes, too.
+    """
     x, size = unit_features(x), x.element_size()
     strides = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     apart = x.shape[-1] * size % ALIGNMENT == 0 and any(stride * size % ALIGNMENT for stride in strides)

@@ -414,7 +414,7 @@ def _times(a: Expression, number: Any) -> Expression:
 
 
 def _not_1(number: Any) -> bool:
-    """Whether a factor differs from 1, so that a product is needed."""
+    """Whether a factor may differ from 1, so that a product is needed."""
     return type(number) not in (int, float) or number != 1
 
 
