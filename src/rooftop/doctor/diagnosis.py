@@ -108,7 +108,9 @@ def _torch_itself(part: str) -> Finding:
 
 
 def _package(part: str, module: str, package: str, extra: str = "", gpu_only: bool = False) -> Finding | None:
-    """Check that an optional package, alone or in an extra of Rooftop, has a version that fits and can be imported."""
+    """Check that an optional package can be imported, and has the version that Rooftop's metadata requires. If the
+    package belongs to an extra of Rooftop, the requirement is that of `extra`.
+    """
     if gpu_only and not gpu_usable():
         return None
     version, spec = version_of(package), asked_by("rooftop", extra).get(package, "")
@@ -233,7 +235,7 @@ def _compile(part: str) -> Finding:
 
 
 def _compiled_calls(part: str) -> Finding | None:
-    """Check the C++ extension that launches repeated calls of kernels, if there is a GPU."""
+    """Check the C++ extension that repeats earlier calls of Rooftop's functions without Python, if there is a GPU."""
     if not gpu_usable():
         return None
     usable, found = import_module("rooftop.launch.repeated_calls").state()

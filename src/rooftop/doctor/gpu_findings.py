@@ -120,7 +120,7 @@ def cuda_part(part: str) -> Finding | None:
     found = f"torch uses none of {counted(gpus, 'GPU')}"
     if torch.version.cuda is None:
         command = ""
-        # on these systems, torch's default build has CUDA
+        # on Linux with x86_64, torch's default build has CUDA
         if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
             command = mending.pip("torch" + asked_by("rooftop").get("torch", ""), options="--force-reinstall")
         return Finding(part, "broken", found, f"torch is a {build_of(torch)}", command)

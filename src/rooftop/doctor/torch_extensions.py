@@ -159,8 +159,8 @@ def _short(reason: str) -> str:
 
 
 def _mending(package: str, torch: str) -> str:
-    """The command that installs the package's build for this torch from torch's index, or builds the package from
-    source."""
+    """The command that installs the package's build for this torch from PyTorch's index. Packages that this index lacks
+    are built from source."""
     release, _, build = torch.partition("+")
     if package not in ON_PYTORCHS_INDEX:
         return mending.pip(package, options=f"--force-reinstall --no-deps --no-build-isolation --no-binary {package}")

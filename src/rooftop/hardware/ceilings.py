@@ -24,7 +24,7 @@ from rooftop.whole_files import write_whole
 from rooftop.words import did_you_mean
 
 FORMAT = 2
-FORMATS = (1, 2)  # format 1 had no casts, updates, sustained rates or causes of raised ceilings
+FORMATS = (1, 2)  # format 1 had no rates of casts and updates, no sustained rates and no causes of raised ceilings
 Progress = Callable[[str, float], None]
 
 

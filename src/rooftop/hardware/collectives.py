@@ -115,10 +115,12 @@ def _measure(rank: int, devices: Sequence[torch.device], sizes: Sequence[int], f
 
 
 def _seconds(collective: Callable[[], object], device: torch.device, size: int) -> float:
-    """Seconds of one call: the fastest of some samples. Every process makes the same number of calls."""
+    """Seconds of one call on the slowest process. For each process, the fastest of some samples counts. Every process
+    makes the same number of calls.
+    """
     calls = max(2, min(50, (64 << 20) // size)) if device.type == "cuda" else 5
     samples = []
-    for _ in range(1 + SAMPLES):  # the first call warms up
+    for _ in range(1 + SAMPLES):  # the first sample warms up and is not counted
         dist.barrier()
         _synchronize(device)
         began = time.perf_counter()

@@ -65,8 +65,8 @@ class Watch:
             self._ask_for_state()
 
     def _ask_for_others(self) -> None:
-        """Record the GPU's utilization if another process uses the GPU. If no other process uses the GPU, the
-        utilization is this process's own work.
+        """Record the GPU's utilization if another process uses the GPU. If no other process uses the GPU, record 0,
+        because the utilization is then this process's own work.
         """
         uuid = gpu_uuid(self._device.index or 0)
         with nvml_session() as nvml:

@@ -34,9 +34,9 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 PARTS = ("launches", "memory", *DTYPES)
 
 ROUNDS = 3
-BURST_S = 0.015  # seconds for each candidate in each round; there are about 150 candidates
+BURST_S = 0.015  # seconds for each candidate in each round; there are up to 185 candidates
 SAMPLE_S = 1e-3
-SLOW_S = 0.05  # a slower call has no fast path for its dtype: run it once per round, and skip larger shapes
+SLOW_S = 0.05  # a slower call has no fast path for its dtype: take one sample per round, and skip larger shapes
 
 Call = Callable[[], object]
 
@@ -68,7 +68,7 @@ _IN_WORDS = {"launches": "launches", "memory": "memory bandwidth"}
 
 
 def _launches(samples: Samples) -> None:
-    """Measure the cheapest operator (a CPU's counterpart of a launch) and the machine's pulse."""
+    """Measure the cheapest operator (a CPU's counterpart of a launch), and the CPU's current speed (see `Pulse`)."""
     times = [1e3 * seconds for seconds in _cheapest_operator_s()]
     for name in LAUNCHES:
         samples.add(name, times)
@@ -118,7 +118,7 @@ def _patterns(whole: Tensor) -> Iterator[Candidate]:
 
 
 def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
-    """Try the candidates for one figure in order of increasing work, up to the first slow candidate."""
+    """Try the candidates for one figure in order of increasing work, up to and including the first slow candidate."""
     for figure, flops, call in candidates:
         times = _burst(call, BURST_S)
         samples.add(figure, (flops / seconds for seconds in times))

@@ -34,7 +34,7 @@ def probe_gpu(
     the seconds that each part took."""
     samples, seconds = Samples(), {}
     with torch.cuda.device(device):
-        torch.cuda.empty_cache()  # the allocator's unused memory counts as free
+        torch.cuda.empty_cache()  # return the allocator's unused memory, so that it counts as free
         for number, part in enumerate(parts):
             began, first, share = time.perf_counter(), number / len(parts), 1 / len(parts)
             if part == "launches":
@@ -66,8 +66,8 @@ def _launches(samples: Samples, device: torch.device) -> None:
     """Measure the time per kernel in a series of tiny kernels, launched eagerly and from a graph. Also measure the
     shortest duration of any kernel.
 
-    The two launch times are measured in a sequence, between events. The profiler measures the duration of a kernel
-    alone, in an eager launch or in a graph.
+    A launch time is the time between two events before and after the series, divided by the number of kernels. The
+    profiler measures the duration of each single kernel, launched eagerly and in a graph.
     """
     from rooftop.hardware import bandwidth_kernels as kernels
 

@@ -172,8 +172,8 @@ class History:
         return next(measurement for measurement in holders if measurement.figures[name] == best)
 
     def _disturbed(self, name: str) -> bool:
-        """Whether the best value of a figure may be wrong: it was not reproduced, or other processes used the
-        machine."""
+        """Whether the best value of a figure may be wrong: its measurement was disturbed, and no other measurement
+        reproduced it. If other processes used the machine during both measurements, the value is not reproduced."""
         holder, kind = self._holder(name), self.machine.kind
         if not holder.is_disturbed(name, kind):
             return False

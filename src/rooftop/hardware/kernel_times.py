@@ -96,7 +96,9 @@ def joined(events: Iterable[Any], repeats: Sequence[int]) -> list[list[Kernels]]
 
 
 def _device_work(events: Iterable[Any]) -> list[tuple[str, int]]:
-    """(name, ns) of each kernel, copy and fill on the device, in order of start. Spans of labels are excluded."""
+    """(name, ns) of each kernel, copy and fill on the device, in order of start, without the spans of
+    `record_function`.
+    """
     work = [e for e in events if e.device_type().name == "CUDA" and not e.is_user_annotation() and _is_work(e)]
     work.sort(key=lambda event: event.start_ns())
     return [(event.name(), event.duration_ns()) for event in work]

@@ -85,7 +85,7 @@ class ObservingMode(LightMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._entered = 0  # nesting depth, since composite operators are decomposed inside this mode
+        self._entered = 0  # nesting depth: the mode enters itself again to run control flow or to decompose operators
         self._compiler = ExitStack()
 
     def __enter__(self) -> Any:
@@ -116,7 +116,7 @@ class ObservingMode(LightMode):
         raise NotImplementedError(f"{type(self).__name__} must define observe")
 
 
-_lock = threading.RLock()  # guards the two context managers below, which change the whole process
+_lock = threading.RLock()  # guards the changes that `uncompiled` makes to the whole process
 _users = 0
 _changed = ExitStack()
 
@@ -234,7 +234,7 @@ def _run_control_flow(stack: ExitStack) -> None:
 
 
 def _entry(place: str) -> types.CodeType:
-    """Make a replacement function that calls `run_control_flow` and can be put into any module."""
+    """Make code that calls `run_control_flow` and can replace the code of a function in any module."""
     text = (
         "def entry(*arguments, **options):\n"
         f"    from {__name__} import run_control_flow\n"
@@ -255,8 +255,9 @@ def run_control_flow(place: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _differentiate_what_functions_run(stack: ExitStack) -> None:
-    """Run control flow eagerly above autograd. Do the same for flex attention whose score function uses tensors other
-    than its arguments.
+    """Let autograd differentiate each operator that control flow runs: replace the Autograd kernels of control flow
+    by kernels that run these operators one by one. Do the same for flex attention if its score function may use tensors
+    other than its arguments.
     """
     for operator in _higher_order_ops.values():
         kernel = eager_meaning(operator)

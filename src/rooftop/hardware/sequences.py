@@ -89,7 +89,7 @@ class StepTime:
 
 
 def _windows(blocks: Sequence[Sequence[float]]) -> tuple[list[float], int]:
-    """The means over windows of successive steps of a block, in ascending order, and the number of steps.
+    """The means over windows of successive steps of a block, in ascending order, and the number of steps in all blocks.
 
     Steps left over at the end of a block join its last window.
     """

@@ -115,7 +115,9 @@ ALIGNMENT = 16  # bytes of a load; the back ends require rows whose size is a mu
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """The tensor, copied if needed, with contiguous features in each row and a row stride of a multiple of 16 bytes."""
+    """The tensor, copied if needed, with contiguous features in each row. If the size of a row is a multiple of 16
+    bytes, the strides between rows are multiples of 16 bytes, too.
+    """
     x, size = unit_features(x), x.element_size()
     strides = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     apart = x.shape[-1] * size % ALIGNMENT == 0 and any(stride * size % ALIGNMENT for stride in strides)
@@ -362,8 +364,9 @@ _attention_backward = declare(
 def _gradients_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the gradients of query, key and value, in the memory layout of each tensor or in the layout that the
-    back end returns. The layout does not depend on PyTorch's settings, which may change between tracing and running a
+    """Allocate the gradients of query, key and value. With the memory-efficient back end and without grouped queries,
+    the gradients have the layout that this back end returns. In other cases, each gradient has the layout of its tensor
+    (see `like_rows`). The layout does not depend on PyTorch's settings, which may change between tracing and running a
     program.
     """
     plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "backward", settings=False)
@@ -401,7 +404,9 @@ def _mask_gradient(dscores: Tensor | None, mask: Tensor | None, query: Tensor) -
 
 
 def _flops(call: Attention | AttentionBackward, products: int, others: int) -> dict[str, int]:
-    """Flops, if each pair of a query and a key takes `products` multiply-adds and `others` other operations."""
+    """Flops, if each pair of a query and a key takes `products` multiply-adds (in all matrix products together) and
+    `others` other operations.
+    """
     query = call.query
     batches, heads, queries, _ = query.shape
     pairs = batches * heads * visible_pairs(queries, call.key.shape[2], call.is_causal)

@@ -129,7 +129,7 @@ def _cut(x: Tensor, padding: Tensor | None, window: Sequence[int], shift: Sequen
 
 
 def _joined(windows: Tensor, like: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tensor:
-    """The reverse of `_cut`: (B, H, W, channels) with the padding."""
+    """The reverse of `_cut`, except that the result keeps the padding: (B, padded H, padded W, channels)."""
     down, across = _windows(like, window)
     parts = windows.unflatten(2, (window[0], window[1])).unflatten(1, (down, across)).transpose(2, 3)
     shape = (like.shape[0], down * window[0], across * window[1], windows.shape[3])
@@ -146,15 +146,15 @@ def _on_map(padded: Tensor, like: Tensor) -> Tensor:
 
 
 def _shift_mask(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tensor | None:
-    """The mask (windows, 1, N, N). A pair of positions gets MASKED if only one of both was shifted in from the opposite
-    end of the map, and 0 otherwise. None if there is no shift.
+    """The mask (windows, 1, N, N). A pair of positions gets MASKED if, along the height or along the width, only one of
+    both was shifted in from the opposite end of the map, and 0 otherwise. None if there is no shift.
     """
     if not any(shift):
         return None
     (down, across), (high, wide) = _windows(x, window), window
     rows = torch.arange(down * high, device=x.device) >= down * high - shift[0]
     columns = torch.arange(across * wide, device=x.device) >= across * wide - shift[1]
-    parts = 2 * rows[:, None] + columns.to(torch.int64)  # (H, W): the index, 0 to 3, of each position's part
+    parts = 2 * rows[:, None] + columns.to(torch.int64)  # (padded H, padded W): each position's part, from 0 to 3
     part = _cut(parts[None, :, :, None], None, window, (0, 0))[0]  # (windows, N, 1)
     return MASKED * (part != part.mT)[:, None]
 

@@ -215,7 +215,7 @@ LEAST_OF_GROUP = 16  # minimum size of an operand of a tensor-core instruction
 # as long as cuDNN with a separate pass, but 1.3 to 1.7 times as long for the groups of `_library_is_faster`.
 FEW_OF_GROUPS = ConvTile("gathered", 64, 64, 64, 4, 4)
 MANY_OF_GROUPS = ConvTile("gathered", 128, 64, 64, 8, 3)
-FEW_TILES = 8  # up to this many tiles per SM count as few; only batches of 1 and 128 were measured
+FEW_TILES = 8  # tiles per SM at the border between few and many; only batches of 1 and 128 were measured
 # Depthwise convolutions (tune_depthwise.json). The kernel takes 0.53 to 0.85 times as long as cuDNN with a separate
 # pass at batch 128, and 0.59 to 0.68 times as long at batch 1. A program computes a run of pixels in each of several
 # adjacent lines.

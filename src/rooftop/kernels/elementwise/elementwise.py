@@ -186,8 +186,8 @@ def _remembered(function: Any, *arguments: Any) -> Any:
 def _backward_call(
     text: str, outputs: tuple[tuple[int, torch.dtype], ...], wanted: tuple[Like, ...], full: torch.Size
 ) -> BackwardCall:
-    """The call that computes gradients of arguments, given the gradients of `outputs` (number, dtype), which all have
-    the shape `full`.
+    """The call that computes gradients of arguments from the gradients of outputs. `outputs`: (number of the output,
+    dtype of its gradient) for each given gradient. `full`: the shape of all given gradients.
     """
     plan = gradients_of(text, outputs, tuple((like.number, like.dtype) for like in wanted))
     found = tuple((like, passed) for like, passed, there in zip(wanted, plan.passed, plan.there, strict=True) if there)

@@ -310,7 +310,7 @@ class Body:
             operands = [self._operand(each, compute, rounded_to=common) for each in node.operands]
         else:
             operands = [self._operand(each, compute) for each in node.operands]
-        # if the other operand is a tensor, a plain number is already float32
+        # Triton itself converts a plain number to float32 if another operand is a tensor, so tl.full is not needed.
         if compute == torch.float32 and node.operation != "pow":
             plain = [_plain(each, text) for each, text in zip(node.operands, operands, strict=True)]
             if sum(a != b for a, b in zip(plain, operands, strict=True)) < min(2, len(operands)):

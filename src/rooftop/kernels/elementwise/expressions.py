@@ -414,7 +414,7 @@ def _times(a: Expression, number: Any) -> Expression:
 
 
 def _not_1(number: Any) -> bool:
-    """Whether a factor differs from 1, so that a product is needed."""
+    """Whether a factor may differ from 1, so that a product is needed."""
     return type(number) not in (int, float) or number != 1
 
 
@@ -444,7 +444,7 @@ def _gelu(input: Any, approximate: str = "none") -> Expression:
 
 
 def _softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Expression:
-    """log(1 + exp(beta x)) / beta, and x itself above the threshold."""
+    """log(1 + exp(beta x)) / beta, and x itself if beta x is above the threshold."""
     scaled = input if beta == 1.0 else input * beta
     # clamped, because above the threshold exp could overflow, and the gradient could become inf * 0
     soft = apply("log1p", apply("exp", apply("clamp_max", scaled, threshold)))

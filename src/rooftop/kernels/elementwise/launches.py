@@ -213,8 +213,8 @@ def _mark(y: Tensor, kept: str) -> Tensor:
 def _summed_over(y: Tensor, kept: str, dims: Dims, mark: int) -> str:
     """The axis over which the tiled kernel can sum a result: "columns", "rows", or "" for neither.
 
-    The kernel writes the sums in the order of y's memory. The elements of the result have this order if y is
-    contiguous, or if one dimension is kept.
+    y has the shape and strides of the elements before the sum. The kernel writes the sums in the order of y's memory.
+    The contiguous result has this order if y is contiguous, or if at most one kept dimension has more than one element.
     """
     if not kept or len(dims) > MOST_DIMS:
         return ""

@@ -107,7 +107,7 @@ class Plan:
     results: tuple[torch.dtype, ...]
     double: bool
     used: tuple[tuple[int, ...], ...]  # arguments of each output
-    limits: tuple[tuple[int, torch.dtype], ...]  # numbers that must fit in an integer dtype
+    limits: tuple[tuple[int, torch.dtype], ...]  # index of an argument, and integer dtype that its value must fit
 
 
 @functools.lru_cache(maxsize=4096)

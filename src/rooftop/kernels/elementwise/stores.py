@@ -236,8 +236,8 @@ def _launch_of(
 
 
 def _unit(dims: Dims, every: Sequence[Access], leads: Sequence[int]) -> int:
-    """The width of loads and stores in elements, up to 16: the largest power of two that divides the offsets, strides
-    and columns of all contiguous tensors.
+    """The width of loads and stores in elements, up to 16: the largest power of two that divides the number of columns,
+    and the offsets and outer strides of all tensors whose columns are contiguous.
     """
     *outer, (columns, _) = dims
     unit = math.gcd(LINE_BYTES, columns)

@@ -54,7 +54,7 @@ class RowsConfig:
     warps: int
 
 
-# OF_LINES is for tables whose rows are multiples of 128 bytes, a line of memory. OF_ANY is for all other tables, for
+# OF_LINES is for tables whose row stride is a multiple of 128 bytes, a line of memory. OF_ANY is for all others, for
 # which it is fastest if one program reads a whole row. If the size of a row is not a multiple of 16 bytes, PyTorch
 # gathers the rows.
 OF_LINES, OF_ANY = (

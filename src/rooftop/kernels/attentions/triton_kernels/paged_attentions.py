@@ -31,7 +31,7 @@ def attend_pages(
     begin = length * 0
     if WINDOW:
         begin = tl.maximum(length - WINDOW, 0)
-    # a part is a whole number of tiles, so only the last part can be shorter
+    # A part is a whole number of tiles. Only the last part that has positions can be shorter; parts after it are empty.
     part = tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS
     first = begin + split * part
     last = tl.minimum(length, first + part)
