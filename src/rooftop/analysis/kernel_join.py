@@ -31,7 +31,7 @@ class Kernel:
 
 
 def device_kernels(events: Iterable[Any]) -> list[Kernel]:
-    """The kernels, copies and fills on the device, in order of start. Spans of labels are excluded."""
+    """The kernels, copies and fills on the device, in order of start. The profiler's spans of labels are left out."""
     kernels = [
         Kernel(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id(), e.linked_correlation_id())
         for e in events

@@ -590,7 +590,10 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
             "match: expected (B, H, S_q, D), (B, H, S_k, D) and (B, H, S_k, D_v)"
         )
     if max(features, value.shape[3]) > MOST_FEATURES:
-        raise ValueError(f"attention: heads may have up to {MOST_FEATURES} features, got {features}")
+        raise ValueError(
+            f"attention: heads may have up to {MOST_FEATURES} features, got {features} of the query and "
+            f"{value.shape[3]} of the value"
+        )
     if key.shape[1] == heads:
         return
     if not enable_gqa:
