@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -43,8 +42,8 @@ import psutil
 import pytest
 import torch
 
-from rooftop.analysis import profiling, repeating
-from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings, pulse
+from rooftop.analysis import profiling
+from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings
 from rooftop.kernels.operands import launch_data
 from rooftop.launch import INTERPRETED, cuda, known_calls, nvrtc, repeated_calls
 
@@ -208,6 +207,17 @@ def nothing_known() -> None:
     known_calls.forget()
 
 
+SHORTENED = {
+    "rooftop.analysis.profiling.BLOCK_S": profiling.BLOCK_S / 20,
+    "rooftop.analysis.profiling.BLOCKS_S": profiling.BLOCKS_S / 20,
+    "rooftop.analysis.profiling.LABELLED_S": profiling.LABELLED_S / 20,
+    "rooftop.analysis.repeating.MOST_SECONDS": 0.1,
+    "rooftop.hardware.pulse.SIDE": 64,
+    "rooftop.hardware.pulse.READ_BYTES": 1 << 20,
+    "rooftop.hardware.pulse.LEAST_S": 0.0,
+}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements() -> Iterator[None]:
     """On a CPU, a step is timed for moments instead of seconds, because tests check what is computed from its times."""
@@ -215,11 +225,8 @@ def short_measurements() -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("BLOCK_S", "BLOCKS_S", "LABELLED_S"):
-            patch.setattr(profiling, name, getattr(profiling, name) / 20)
-        patch.setattr(repeating, "MOST_SECONDS", 0.1)
-        for name, value in (("SIDE", 64), ("READ_BYTES", 1 << 20), ("LEAST_S", 0.0)):
-            patch.setattr(pulse, name, value)
+        for name, value in SHORTENED.items():
+            patch.setattr(name, value)
         yield
 
 
@@ -285,23 +292,6 @@ def torchvision_loads() -> bool:
             continue
         return True
     return False
-
-
-@pytest.fixture(scope="session")
-def models_remembered() -> Iterator[None]:
-    """Build all built-in models once for each number of classes, in order to find the model that a file fits. Building
-    them without values takes seconds."""
-    from rooftop.models.registry import builtin_models
-    from rooftop.models.weights import files as weights
-
-    remembered = functools.cache(functools.cache)  # the models, by their builder
-
-    def entries() -> dict[str, Any]:
-        return {name: replace(entry, build=remembered(entry.build)) for name, entry in builtin_models().items()}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "builtin_models", entries)
-        yield
 
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
@@ -382,7 +372,8 @@ Fork = Callable[..., BaseProcess]
 @pytest.fixture(scope="session")
 def fork() -> Fork:
     """Run a program as `python program` would, in a fork of a process that has imported torch and this library once,
-    because the import takes longer than most such programs."""
+    because the import takes longer than most such programs. Measurements are as short as in this process."""
+    shortened = {} if torch.cuda.is_available() else SHORTENED
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     with pytest.MonkeyPatch.context() as patch:
@@ -395,7 +386,7 @@ def fork() -> Fork:
     ) -> BaseProcess:
         streams = [(1, str(output)), (2, str(errors))]
         prologue = f"""
-import os, sys
+import importlib, os, sys
 import torch
 torch.set_num_threads(1)
 os.environ.update({environment!r})
@@ -404,6 +395,9 @@ sys.argv[:] = {["program", *words]!r}
 sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 for stream, path in {streams!r}:
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+for name, value in {shortened!r}.items():
+    module, _, name = name.rpartition(".")
+    setattr(importlib.import_module(module), name, value)
 """
         process = context.Process(target=exec, args=(prologue + program, {"__name__": "__main__"}))
         process.start()
