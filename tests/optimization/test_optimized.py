@@ -326,10 +326,12 @@ class Turns(nn.Module):
 OTHER_PATH = False
 
 
+class Folds(FoldNorms):
+    name = "folds"
+
+
 def folded(proven: Proven, changes: bool) -> Optimized:
-    rule = FoldNorms()
-    rule.name = "folds"
-    found = proven(Turns(changes).eval(), torch.randn(2, 4, 5, 5), rule=rule)
+    found = proven(Turns(changes).eval(), torch.randn(2, 4, 5, 5), rule=Folds())
     assert found.kept == ["folds"]
     return found
 
@@ -364,7 +366,7 @@ def test_it_says_which_part_of_a_call_is_not_proven() -> None:
 def convolved(proven: Proven) -> tuple[nn.Sequential, Optimized, Tensor]:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
     x = torch.randn(2, 3, 8, 8)
-    return model, proven(model, x, rule=FoldNorms()), x
+    return model, proven(model, x, rule=Folds()), x
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -390,7 +392,7 @@ def test_what_changes_nothing_leaves_the_faster_model(use: Callable[[Any, Tensor
         calls.append(1)
         return run(*args)
 
-    candidate.call, candidate.changes["fold-norms"] = counted, "1 norm"
+    candidate.call, candidate.changes["folds"] = counted, "1 norm"
     found.module._own.unchanged = False
     with torch.no_grad():
         use(found.module, x)
