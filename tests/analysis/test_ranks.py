@@ -416,7 +416,7 @@ def test_the_others_follow_each_step_of_the_leading_rank(launch: Launch) -> None
     assert status == 0, errors
     assert found[0] == found[1]
     calls, names, again, rows = found[0]
-    assert calls > 20
+    assert calls > 10  # steps of a profile, even where each block has the fewest
     assert "aten::addmm" in names
     assert (again, rows) == (0, 2)
 
