@@ -240,6 +240,7 @@ def recipe_of(
         },
         "evaluation": {"every": 1e6},
         "augment": {"size": options.size, "decode": options.decode},
+        "model": {"options": {"channels": 8} if options.quick else {}},
     }
     recipe = Recipe.of(defaults).updated(values).updated(way or {})
     task = build(str(photographs), recipe)

@@ -233,7 +233,7 @@ def video(folder: Path, options: argparse.Namespace) -> tuple[Path, ...]:
 
 def classified(folder: Path, options: argparse.Namespace) -> Work:
     batch = 2 if options.quick else 64
-    target = model_target("resnet50", seed=0, batch=batch)
+    target = model_target("resnet18" if options.quick else "resnet50", seed=0, batch=batch)
     return Work("resnet50", target, photographs(folder, options), Decoding("image"), batch)
 
 

@@ -82,6 +82,7 @@ LOSS_NOISE = (
     0.1,
 )  # tolerance of the first losses: bfloat16 rounds gradients differently, and Adam's steps follow their signs
 FEWEST, MOST = 5, 20  # measured steps
+SMALL_STEPS = 1  # measured steps of a quick run
 JOB_S = 180.0  # seconds after which a variant counts as hanging
 INIT_GOAL_S = 10.0  # goal for 7 billion parameters
 
@@ -378,7 +379,7 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
     ready_s = time.perf_counter() - began
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    times = timed(lambda: step(tokens, targets), device, job.seconds)
+    times = timed(lambda: step(tokens, targets), device, job)
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     middle = statistics.median(times)
     row: dict[str, Any] = {
@@ -501,8 +502,8 @@ def native(job: Job, config: GptConfig, dtype: torch.dtype, device: torch.device
 
 
 def backend(small: bool) -> str:
-    """The back end of torch.compile. Small models are only traced, without code generation."""
-    return "aot_eager" if small else "inductor"
+    """The back end of torch.compile. The blocks of small models are only traced, which takes most of a quick run."""
+    return "eager" if small else "inductor"
 
 
 def whole_text(case: Case, config: GptConfig) -> Tensor:
@@ -535,16 +536,18 @@ def slowest(number: float, device: torch.device) -> float:
     return float(found)
 
 
-def timed(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+def timed(run: Callable[[], object], device: torch.device, job: Job) -> list[float]:
     """ms of each step on the slowest rank. The host does not wait between steps."""
     run()  # some variants capture a graph in this call
     synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(2):
-        run()
-    synchronize(device)
-    each = slowest((time.perf_counter() - begin) / 2, device)
-    steps = max(FEWEST, min(MOST, int(seconds / each)))
+    steps = SMALL_STEPS
+    if not job.small:
+        begin = time.perf_counter()
+        for _ in range(2):
+            run()
+        synchronize(device)
+        each = slowest((time.perf_counter() - begin) / 2, device)
+        steps = max(FEWEST, min(MOST, int(job.seconds / each)))
     meet(device)
     if device.type == "cuda":
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]

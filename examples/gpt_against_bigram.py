@@ -52,7 +52,7 @@ def main(steps: int = STEPS) -> None:
         global_batch=16,
         micro_batch=16,
         learning_rate=4e-3,
-        warmup=steps // 10,
+        warmup=steps // 4,
         decay="linear",
         decay_steps=steps + 1,
     )

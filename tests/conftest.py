@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -43,8 +42,8 @@ import psutil
 import pytest
 import torch
 
-from rooftop.analysis import profiling, repeating
-from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings, pulse
+from rooftop.analysis import profiling
+from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings
 from rooftop.kernels.operands import launch_data
 from rooftop.launch import INTERPRETED, cuda, known_calls, nvrtc, repeated_calls
 
@@ -146,6 +145,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(cache.cleanup)
         for kind in ("extensions", "kernels"):
             Path(cache.name, kind).symlink_to(kept_builds(kind))
+        if not torch.cuda.is_available() and vectors_work():
+            os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
@@ -171,6 +172,27 @@ def kept_builds(kind: str) -> Path:
             if time.time() - each.stat().st_mtime > KEPT_DAYS * 86_400:
                 shutil.rmtree(each) if each.is_dir() else each.unlink()
     return folder
+
+
+VECTORS = """
+from torch._inductor import config, cpu_vec_isa
+tried = cpu_vec_isa.valid_vec_isa_list()
+config.cpp.vec_isa_ok = True
+print(tried != [] and tried == cpu_vec_isa.valid_vec_isa_list.__wrapped__())
+"""
+
+
+def vectors_work() -> bool:
+    """Whether PyTorch's compiler can use all vector instructions of this CPU. Each process that compiles would find out
+    by ten programs, which take 1.7 s; a later run of the tests knows the answer."""
+    flags = re.search("^flags.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE) if sys.platform == "linux" else None
+    key = hashlib.sha256(f"{torch.__version__} {shutil.which('g++')} {flags and flags[0]}".encode()).hexdigest()
+
+    def make(folder: Path) -> None:
+        done = subprocess.run([sys.executable, "-c", VECTORS], capture_output=True, text=True, check=True)
+        (folder / "answer").write_text(done.stdout.strip())
+
+    return (built_once(kept_builds("vectors") / key, make) / "answer").read_text() == "True"
 
 
 def use_a_gpu_each() -> None:
@@ -211,6 +233,17 @@ def nothing_known() -> None:
     known_calls.forget()
 
 
+SHORTENED = {
+    "rooftop.analysis.profiling.BLOCK_S": profiling.BLOCK_S / 40,
+    "rooftop.analysis.profiling.BLOCKS_S": profiling.BLOCKS_S / 40,
+    "rooftop.analysis.profiling.LABELLED_S": profiling.LABELLED_S / 40,
+    "rooftop.analysis.repeating.MOST_SECONDS": 0.1,
+    "rooftop.hardware.pulse.SIDE": 64,
+    "rooftop.hardware.pulse.READ_BYTES": 1 << 20,
+    "rooftop.hardware.pulse.LEAST_S": 0.0,
+}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements() -> Iterator[None]:
     """On a CPU, a step is timed for moments instead of seconds, because tests check what is computed from its times."""
@@ -218,11 +251,8 @@ def short_measurements() -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("BLOCK_S", "BLOCKS_S", "LABELLED_S"):
-            patch.setattr(profiling, name, getattr(profiling, name) / 20)
-        patch.setattr(repeating, "MOST_SECONDS", 0.1)
-        for name, value in (("SIDE", 64), ("READ_BYTES", 1 << 20), ("LEAST_S", 0.0)):
-            patch.setattr(pulse, name, value)
+        for name, value in SHORTENED.items():
+            patch.setattr(name, value)
         yield
 
 
@@ -288,23 +318,6 @@ def torchvision_loads() -> bool:
             continue
         return True
     return False
-
-
-@pytest.fixture(scope="session")
-def models_remembered() -> Iterator[None]:
-    """Build all built-in models once for each number of classes, in order to find the model that a file fits. Building
-    them without values takes seconds."""
-    from rooftop.models.registry import builtin_models
-    from rooftop.models.weights import files as weights
-
-    remembered = functools.cache(functools.cache)  # the models, by their builder
-
-    def entries() -> dict[str, Any]:
-        return {name: replace(entry, build=remembered(entry.build)) for name, entry in builtin_models().items()}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "builtin_models", entries)
-        yield
 
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
@@ -389,7 +402,8 @@ Fork = Callable[..., BaseProcess]
 @pytest.fixture(scope="session")
 def fork() -> Fork:
     """Run a program as `python program` would, in a fork of a process that has imported torch and this library once,
-    because the import takes longer than most such programs."""
+    because the import takes longer than most such programs. Measurements are as short as in this process."""
+    shortened = {} if torch.cuda.is_available() else SHORTENED
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     with pytest.MonkeyPatch.context() as patch:
@@ -402,7 +416,7 @@ def fork() -> Fork:
     ) -> BaseProcess:
         streams = [(1, str(output)), (2, str(errors))]
         prologue = f"""
-import os, sys
+import importlib, os, sys
 import torch
 torch.set_num_threads(1)
 os.environ.update({environment!r})
@@ -411,6 +425,9 @@ sys.argv[:] = {["program", *words]!r}
 sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 for stream, path in {streams!r}:
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+for name, value in {shortened!r}.items():
+    module, _, name = name.rpartition(".")
+    setattr(importlib.import_module(module), name, value)
 """
         process = context.Process(target=exec, args=(prologue + program, {"__name__": "__main__"}))
         process.start()
@@ -632,13 +649,15 @@ def measurement(shared_builds: Path, measured_with_switches_turned: Callable[[st
     """Measure this CPU, which takes a while. The first worker that needs the ceilings measures them, and stores them in
     the cache of this run.
 
-    The rates need not be as exact as for a user, so they are measured in a twelfth of the time.
+    The rates need not be as exact as for a user, so they are measured in a twelfth of the time, and by products that
+    take less than 0.1 s.
     """
 
     def make(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cpu_probes, "BURST_S", cpu_probes.BURST_S / 4)
             patch.setattr(cpu_probes, "ROUNDS", 1)
+            patch.setattr(cpu_probes, "SHAPES", cpu_probes.SHAPES[:-2])
             (folder / "measurement").write_bytes(pickle.dumps(measured_with_switches_turned("cpu")))
 
     folder = built_once(shared_builds / "ceilings", make)

@@ -42,12 +42,14 @@ def imported(tree: ast.AST, known: set[str]) -> set[str]:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    for each in ast.iter_child_nodes(tree):
-        if isinstance(each, ast.If) and isinstance(each.test, ast.Name) and each.test.id == "TYPE_CHECKING":
-            continue
-        if not isinstance(each, ast.expr):  # which no import is in
-            yield each
-            yield from statements(each)
+    left = [tree]
+    while left:
+        for each in ast.iter_child_nodes(left.pop()):
+            if isinstance(each, ast.If) and isinstance(each.test, ast.Name) and each.test.id == "TYPE_CHECKING":
+                continue
+            if not isinstance(each, ast.expr):  # which no import is in
+                yield each
+                left.append(each)
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:

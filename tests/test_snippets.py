@@ -32,6 +32,8 @@ def test_it_prints_what_the_page_says(
     for name, package in NEEDS.items():
         if name in snippet:
             pytest.importorskip(package)
+    if "rooftop.optimize(" in snippet:  # no page says what a search keeps, so short rounds are enough
+        monkeypatch.setattr("rooftop.optimization.rounds.ROUND_S", 0.02)
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
     printed = iter(capsys.readouterr().out.splitlines())

@@ -344,25 +344,25 @@ TRAINING = """
 
 
 def test_balanced_ranks_have_no_straggler(launch: Launch) -> None:
-    found, status, errors = launch(TRAINING.format(seconds=0.2))
+    found, status, errors = launch(TRAINING.format(seconds=0.05))
     assert status == 0, errors
     assert found[0] == found[1]
     ranks = Ranks.from_dict(found[0])
     assert ranks.straggler is None
     assert [row.device for row in ranks.rows] == ["cpu", "cpu"]
     assert all(0 < row.exposed_ms <= row.communication_ms < row.wall_ms for row in ranks.rows)
-    assert all(row.own_ms > 200 for row in ranks.rows)
+    assert all(row.own_ms > 50 for row in ranks.rows)
 
 
 def test_a_delayed_rank_is_the_straggler(launch: Launch) -> None:
-    found, status, errors = launch(TRAINING.format(seconds="0.3 * rank"))
+    found, status, errors = launch(TRAINING.format(seconds="0.2 * rank"))
     assert status == 0, errors
     ranks = Ranks.from_dict(found[0])
     prompt, late = ranks.rows
     assert ranks.straggler == 1
-    assert prompt.waited_ms > 200
+    assert prompt.waited_ms > 100
     assert late.waited_ms == 0
-    assert late.own_ms - prompt.own_ms == pytest.approx(300, abs=100)
+    assert late.own_ms - prompt.own_ms == pytest.approx(200, abs=100)
     assert late.wall_ms == pytest.approx(prompt.wall_ms, rel=0.2)
 
 
@@ -416,7 +416,7 @@ def test_the_others_follow_each_step_of_the_leading_rank(launch: Launch) -> None
     assert status == 0, errors
     assert found[0] == found[1]
     calls, names, again, rows = found[0]
-    assert calls > 20
+    assert calls > 10  # steps of a profile, even where each block has the fewest
     assert "aten::addmm" in names
     assert (again, rows) == (0, 2)
 
@@ -487,7 +487,7 @@ def train():
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
-        time.sleep(0.3 * rank)
+        time.sleep(DELAY * rank)
         if rank == 1 and step == WRONG:
             raise KeyError("no such voxel")
         model(torch.randn(4, 64)).sum().backward()
@@ -515,13 +515,17 @@ RUN = """
 NEEDED_OF_RANKS = steps_needed(stages(found=True, compiled=False, ranks=True))
 
 
-def write_script(folder: Path, ceilings: Ceilings, steps: int, wrong: int = -1, end: str = "") -> None:
+def write_script(
+    folder: Path, ceilings: Ceilings, steps: int, wrong: int = -1, end: str = "", delay_s: float = 0.0
+) -> None:
+    """A training whose second rank begins each step late."""
     ceilings.save(folder / "ceilings.json")
-    (folder / "train.py").write_text(TRAIN.replace("STEPS", str(steps)).replace("WRONG", str(wrong)) + end)
+    program = TRAIN.replace("STEPS", str(steps)).replace("WRONG", str(wrong)).replace("DELAY", str(delay_s))
+    (folder / "train.py").write_text(program + end)
 
 
 def test_all_ranks_of_a_script_are_in_its_report(launch: Launch, tmp_path: Path, ceilings: Ceilings) -> None:
-    write_script(tmp_path, ceilings, NEEDED_OF_RANKS + 3)
+    write_script(tmp_path, ceilings, NEEDED_OF_RANKS + 3, delay_s=0.2)
     (first, second), status, errors = launch(RUN)
     assert status == 0, errors
     assert (first[:2], second[:3]) == ([0, ""], [0, "", None])
@@ -530,8 +534,8 @@ def test_all_ranks_of_a_script_are_in_its_report(launch: Launch, tmp_path: Path,
     assert report.ranks is not None
     prompt, late = report.ranks.rows
     assert (prompt.rank, late.rank, report.ranks.straggler) == (0, 1, 1)
-    assert prompt.waited_ms > 150
-    assert late.own_ms > 299 > prompt.own_ms
+    assert prompt.waited_ms > 100
+    assert late.own_ms > 199 > prompt.own_ms
     assert prompt.wall_ms == pytest.approx(late.wall_ms, rel=0.3)
     assert report.summary.wall_ms == pytest.approx(prompt.wall_ms, rel=0.5)
     assert any(item.title == "Make rank 1 (cpu) as fast as the others" for item in report.advice)
@@ -569,7 +573,7 @@ def test_a_rank_of_a_script_that_is_killed_is_named_and_nothing_hangs(
 ) -> None:
     kill = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)"
     write_script(tmp_path, ceilings, NEEDED_OF_RANKS + 1, end=kill)
-    (first, second), _, errors = launch(RUN.replace("seconds=10", "seconds=2"))
+    (first, second), _, errors = launch(RUN.replace("seconds=10", "seconds=1"))
     assert second is None
     assert first[0] == 0, errors
     report = Report.from_dict(first[2])

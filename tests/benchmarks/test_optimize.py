@@ -96,7 +96,7 @@ def test_a_way_that_raises_is_an_error_of_its_row(
     monkeypatch.setattr("torch.compile", broken)
     job = optimize.Job(optimize.QUICK, 2, "training")
     with optimize.Turn(tmp_path / "turns") as turn:
-        row = optimize.measured(job, torch.device("cpu"), turn, lambda known: None, 3.0)
+        row = optimize.measured(job, torch.device("cpu"), turn, lambda known: None, 0.5)
     assert row["errors"] == {"compile default": "ValueError: no compiler"}
     assert row["ms"].keys() == {"eager", "optimize"}
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from rooftop import sparse
-from rooftop.hardware import timing
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "sparse.py"
@@ -138,8 +137,6 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch, folder: None) -> ModuleTyp
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_road: None) -> Run:
     """Run the script for a moment; return its exit status and its file."""
-    monkeypatch.setattr(timing, "LEAST_SAMPLES", 2)
-    monkeypatch.setattr(timing, "LEAST_SAMPLE_S", 1e-5)
 
     def script(*words: str) -> tuple[int | str | None, dict[str, Any]]:
         out = tmp_path / "folder" / "sparse.json"

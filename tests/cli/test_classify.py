@@ -25,8 +25,6 @@ from rooftop.inference import Engine
 from rooftop.models.images import Preprocessing
 from rooftop.models.weights.files import WEIGHTS, Weights
 
-pytestmark = pytest.mark.usefixtures("models_remembered")
-
 Run = Callable[..., tuple[int, str, str]]
 
 

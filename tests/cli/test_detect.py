@@ -20,8 +20,6 @@ from rooftop.models.detr.detection import detect
 from rooftop.models.detr.network import Detr
 from rooftop.models.vision.resnet import Bottleneck
 
-pytestmark = pytest.mark.usefixtures("models_remembered")
-
 Run = Callable[..., tuple[int, str, str]]
 
 SMALL: dict[str, int] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rooftop.cli.main import main
+from rooftop.optimization import rounds
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -46,6 +47,7 @@ def embeds():
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rounds, "ROUND_S", 0.02)
 
     def run_words(*words: str) -> tuple[int, str, str]:
         status = main(["optimize", *words, "--device", "cpu"])

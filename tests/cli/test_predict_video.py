@@ -19,8 +19,6 @@ from rooftop.media import VideoReader, VideoWriter
 from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_frame_network, predict_frames
 from rooftop.models.conv_lstm.video import load_next_frame_network
 
-pytestmark = pytest.mark.usefixtures("models_remembered")
-
 pytest.importorskip("av")
 
 Run = Callable[..., tuple[int, str, str]]

@@ -49,10 +49,11 @@ def compared(given: Tensor, drawn: list[tuple[Operation, ...]]) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="by the interpreter")
 @pytest.mark.parametrize("name", NAMES)
 def test_each_operation(name: str) -> None:
-    for size, strengths in ((16, STRENGTHS[1::3]), (23, STRENGTHS)):
-        given = images(size)
-        for strength in strengths:
-            compared(given, [(Operation(name, strength),)] * len(given))
+    """Each kind of image has every strength, in turn. Two blocks of threads share an image."""
+    given = images(33)
+    for first in range(0, len(STRENGTHS), 2):
+        strengths = [STRENGTHS[(first + number) % len(STRENGTHS)] for number in range(len(given))]
+        compared(given, [(Operation(name, strength),) for strength in strengths])
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="by the interpreter")

@@ -384,10 +384,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_processes_end_after_their_parent_was_killed() -> None:
-    found = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True)
-    assert found.returncode == -signal.SIGKILL, found.stderr
-    pids = [int(each) for each in found.stdout.split()]
+def test_processes_end_after_their_parent_was_killed(forked: Callable[[str], tuple[int, str, str]]) -> None:
+    status, output, errors = forked(ORPHANS)
+    assert status == -signal.SIGKILL, errors
+    pids = [int(each) for each in output.split()]
     assert len(pids) == 2
     until = time.monotonic() + 120
     while not all(map(ended, pids)):

@@ -26,11 +26,10 @@ def left(children: Callable[..., list[psutil.Process]]) -> Left:
 
 
 def test_every_collective_at_every_size(left: Left) -> None:
-    sizes = [3 * size for size in SIZES]
-    rates = collective_rates(["cpu"] * 3, sizes)
+    rates = collective_rates(["cpu"] * 2, SIZES)
     assert set(rates) == {"all_reduce", "all_gather"}
     for by_size in rates.values():
-        assert list(by_size) == sizes
+        assert list(by_size) == list(SIZES)
         assert all(1e5 < rate < 1e12 for rate in by_size.values())
     assert not left()
 

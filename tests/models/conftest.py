@@ -11,7 +11,7 @@ from rooftop import models
 
 
 @pytest.fixture(autouse=True)
-def cache(models_remembered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for weights, used by one test only. The server of the weights does not exist."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr(torch.hub, "_hub_dir", None)

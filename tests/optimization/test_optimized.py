@@ -326,10 +326,12 @@ class Turns(nn.Module):
 OTHER_PATH = False
 
 
+class Folds(FoldNorms):
+    name = "folds"
+
+
 def folded(proven: Proven, changes: bool) -> Optimized:
-    rule = FoldNorms()
-    rule.name = "folds"
-    found = proven(Turns(changes).eval(), torch.randn(2, 4, 5, 5), rule=rule)
+    found = proven(Turns(changes).eval(), torch.randn(2, 4, 5, 5), rule=Folds())
     assert found.kept == ["folds"]
     return found
 
@@ -361,10 +363,10 @@ def test_it_says_which_part_of_a_call_is_not_proven() -> None:
         assert f"not proven for 4x6 float32: {other}" in ran(module, calls, X.clone().requires_grad_())
 
 
-def convolved() -> tuple[nn.Sequential, Optimized, Tensor]:
+def convolved(proven: Proven) -> tuple[nn.Sequential, Optimized, Tensor]:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
     x = torch.randn(2, 3, 8, 8)
-    return model, optimize(model, x, rules=["fold-norms"], min_gain=0.0, budget_s=5), x
+    return model, proven(model, x, rule=Folds()), x
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -380,8 +382,8 @@ def convolved() -> tuple[nn.Sequential, Optimized, Tensor]:
         ),
     ],
 )
-def test_what_changes_nothing_leaves_the_faster_model(use: Callable[[Any, Tensor], Any]) -> None:
-    _, found, x = convolved()
+def test_what_changes_nothing_leaves_the_faster_model(use: Callable[[Any, Tensor], Any], proven: Proven) -> None:
+    _, found, x = convolved(proven)
     candidate = found.module._own.candidate
     calls: list[int] = []
     run = candidate.call
@@ -390,7 +392,7 @@ def test_what_changes_nothing_leaves_the_faster_model(use: Callable[[Any, Tensor
         calls.append(1)
         return run(*args)
 
-    candidate.call, candidate.changes["fold-norms"] = counted, "1 norm"
+    candidate.call, candidate.changes["folds"] = counted, "1 norm"
     found.module._own.unchanged = False
     with torch.no_grad():
         use(found.module, x)
@@ -407,16 +409,16 @@ def test_what_changes_nothing_leaves_the_faster_model(use: Callable[[Any, Tensor
     assert list(found.module.unproven.values()) == [2], "the present state does not become the one that is compared"
 
 
-def test_containers_are_still_containers() -> None:
-    model, found, _ = convolved()
+def test_containers_are_still_containers(proven: Proven) -> None:
+    model, found, _ = convolved(proven)
     assert len(found.module) == 3
     assert list(found.module) == list(model)
     assert found.module[0] is model[0]
     assert not hasattr(optimize(nn.Linear(2, 2), torch.ones(1, 2), budget_s=1).module, "__len__")
 
 
-def test_a_plan_replaces_neither_links_nor_pipes(tmp_path: Path) -> None:
-    _, found, _ = convolved()
+def test_a_plan_replaces_neither_links_nor_pipes(tmp_path: Path, proven: Proven) -> None:
+    _, found, _ = convolved(proven)
     (tmp_path / "link").symlink_to(tmp_path / "plan.json")
     for _ in range(2):
         found.save(tmp_path / "link")

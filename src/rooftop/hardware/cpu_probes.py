@@ -129,10 +129,11 @@ def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
 def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
     """Matrix products to try, on random data (products of zeros would be faster)."""
     for m, n, k in SHAPES:
+        a, b = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
+        out = torch.empty(m, n, dtype=dtype)
         for layout in LAYOUTS:
-            left = torch.randn(k, m).to(dtype).t() if layout[0] == "t" else torch.randn(m, k).to(dtype)
-            right = torch.randn(n, k).to(dtype).t() if layout[1] == "t" else torch.randn(k, n).to(dtype)
-            out = torch.empty(m, n, dtype=dtype)
+            left = a.t().contiguous().t() if layout[0] == "t" else a
+            right = b.t().contiguous().t() if layout[1] == "t" else b
             yield f"flops {precision}", 2 * m * n * k, partial(torch.mm, left, right, out=out)
 
 

@@ -1,9 +1,9 @@
 """Print the kernels that inductor would make for an H200, on a machine without one. This file is a separate program,
 not a test.
 
-    python gpu_code.py convolutions|text
+    python gpu_code.py convolutions text
 
-Forward and backward of a network are traced, moved to fake CUDA tensors and lowered; nothing is compiled or run. The
+Forward and backward of each network are traced, moved to fake CUDA tensors and lowered; nothing is compiled or run. The
 program prints the name, cost and reason of each kernel as JSON lines. The program uses private parts of torch, so it
 works only with the pinned version.
 """
@@ -187,14 +187,16 @@ def gpu_kernels(module: fx.GraphModule, number: int) -> list[KernelWork]:
     return kernel_works(module.graph, [(name.rpartition(":")[0], nodes) for name, nodes in kernels.items()])
 
 
-def main(name: str) -> None:
-    graphs = training_graphs(*networks(name))
+def main(*names: str) -> None:
+    graphs = {name: training_graphs(*networks(name)) for name in names}
     pretend_an_h200_is_here()
-    for number, module in enumerate(graphs):
-        for work in gpu_kernels(module, number):
-            moved = None if work.cost is None else [work.cost.read_bytes, work.cost.write_bytes]
-            print(json.dumps({"graph": number, "name": work.name, "moved": moved, "uncovered": work.uncovered}))
+    for name, modules in graphs.items():
+        for number, module in enumerate(modules):
+            for work in gpu_kernels(module, number):
+                moved = None if work.cost is None else [work.cost.read_bytes, work.cost.write_bytes]
+                found = {"network": name, "graph": number, "name": work.name}
+                print(json.dumps({**found, "moved": moved, "uncovered": work.uncovered}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

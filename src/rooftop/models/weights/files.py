@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -297,13 +298,23 @@ def fitting(tensors: Mapping[str, Tensor]) -> str:
     found = {key: tuple(value.shape) for key, value in tensors.items()}
     classes = next((found[key][0] for key in HEADS if found.get(key)), 1000)
     names = []
-    for name, entry in builtin_models().items():
-        with torch.device("meta"):
-            shapes = {key: tuple(value.shape) for key, value in entry.build(num_classes=classes).state_dict().items()}
+    for name in builtin_models():
+        usual = _shapes(name, 1000)
+        if {key for key in usual if not key.endswith(COMPUTED)} - found.keys() or found.keys() - usual.keys():
+            continue  # these keys are of another model, whatever the number of classes
+        shapes = _shapes(name, classes)
         complete = {key: shape for key, shape in shapes.items() if key.endswith(COMPUTED)} | found
         if shapes == complete:
             names.append(f"{name}()" if classes == 1000 else f"{name}(num_classes={classes})")
     return f"The file fits {' and '.join(names)}" if names else ""
+
+
+@cache
+def _shapes(name: str, classes: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a built-in model's tensors, by key. Building all models takes seconds, even without values."""
+    with torch.device("meta"):
+        model = builtin_models()[name].build(num_classes=classes)
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
 
 def _existing(builder: str, weights: str | Path) -> Path:
