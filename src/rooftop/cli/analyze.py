@@ -206,7 +206,7 @@ def _told_once() -> Iterator[None]:
 
 
 def _counted(words: Sequence[str]) -> list[KernelCounters]:
-    """Count the same step in a second process, under ncu."""
+    """The hardware counters of the same step, which ncu reads in a second process."""
     with Console(stderr=True).status("Nsight Compute counts each kernel of one step"):
         verb = words.index("analyze") + 1
         return hardware_counters([sys.executable, "-m", "rooftop", *words[:verb], "--counted-step", *words[verb:]])
