@@ -203,7 +203,7 @@ class _State:
 
 
 def _is_figure(module: nn.Module, buffer: Tensor) -> bool:
-    """Whether a buffer is a statistic (floating point) or belongs to a module of PyTorch, and so is not a position."""
+    """Whether a buffer is not a position: floating-point buffers and buffers of PyTorch's modules are statistics."""
     return buffer.is_floating_point() or type(module).__module__.startswith("torch.")
 
 

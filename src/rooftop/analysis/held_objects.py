@@ -119,7 +119,7 @@ def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[Non
 
 
 class _Gradient:
-    """`grad` and `requires_grad` of a leaf tensor. Tensors that are not leaves are left unchanged."""
+    """`grad` and `requires_grad` of a leaf tensor. `put_back` changes only tensors that were and still are leaves."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

@@ -256,7 +256,7 @@ class StepFinder:
         self._stepped = optimizer
 
     def _optimizer_ended(self, raised: bool) -> None:
-        """Handle the end of an optimizer's step, which ends the program's step. An optimizer that wraps
+        """Handle the end of an optimizer's step, which marks the end of a step of the program. An optimizer that wraps
         another optimizer has stepped when its own step ends."""
         if self._is_elsewhere():
             return

@@ -287,7 +287,8 @@ def _ceilings_of(machine: str) -> Ceilings:
 
 
 def _predicted(target: str, inputs: Sequence[str], train: bool, dtype: torch.dtype | None, machine: str) -> Report:
-    """Make the report of `--predict`. Even a large model needs no memory, because it is built without weights."""
+    """Make the report of `--predict`. The model is built with fake tensors, so even a large model's weights take no
+    memory."""
     with fake_tensors():
         found = resolve_target(target, inputs, None, None)
         training: dict[str, Any] = {}
