@@ -60,7 +60,7 @@ def test_what_is_no_report_is_refused_with_its_name(text: str, tmp_path: Path) -
 
 def test_ceilings_and_reports_are_told_apart(ceilings: Ceilings, tmp_path: Path) -> None:
     ceilings.save(tmp_path / "ceilings.json")
-    with pytest.raises(ValueError, match=r"ceilings\.json is not a rooftop report: it holds the ceilings"):
+    with pytest.raises(ValueError, match=r"ceilings\.json is not a rooftop report: the data are the ceilings"):
         Report.from_json(tmp_path / "ceilings.json")
     rooftop.analyze(nn.Linear(4, 4), torch.ones(2, 4), ceilings=ceilings).to_json(tmp_path / "report.json")
     with pytest.raises(CeilingsFileError, match=r"report\.json is not a usable ceilings file \(it holds a report"):

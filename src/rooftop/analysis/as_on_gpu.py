@@ -65,7 +65,9 @@ def _is_active() -> bool:
 
 
 class _WholeComposites(LightMode):
-    """A mode for composite operators that are not decomposed, as under `torch.inference_mode`."""
+    """Apply `CHOSEN_BY_DEVICE` to composite operators that reach a dispatch mode without decomposition, which happens
+    under `torch.inference_mode`.
+    """
 
     supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
 
@@ -78,7 +80,7 @@ class _WholeComposites(LightMode):
 
 
 def _acquire() -> None:
-    """Register the kernels for the first of several nested or concurrent users."""
+    """Register the replacements, unless another user of them is active: an outer block or another thread."""
     global _users, _registered
     with _LOCK:
         if _users == 0:
@@ -119,8 +121,8 @@ def _for_this_thread(func: Any, instead: Callable[..., Any]) -> Callable[..., An
 
 
 def _let_lists_be_taken(stack: ExitStack) -> None:
-    """Let PyTorch process a list of tensors in one operator, as it does for devices and tensor types that support
-    it."""
+    """Let PyTorch process a list of this thread's CPU tensors in one operator (such as `_foreach_add_`), as for GPU
+    tensors."""
     devices = _foreach_utils._get_foreach_kernels_supported_devices
 
     def with_this_threads_cpu() -> list[str]:
@@ -135,7 +137,8 @@ def _let_lists_be_taken(stack: ExitStack) -> None:
 
 
 class _Types(list[type]):
-    """Types of tensors that operators on lists accept. A fake tensor counts as a real tensor."""
+    """Types of tensors that operators on lists accept. While `as_on_gpu` is active in this thread, these types include
+    fake tensors and parameters."""
 
     def __contains__(self, kind: object) -> bool:
         return super().__contains__(kind) or (kind in (FakeTensor, nn.Parameter) and _is_active())
@@ -155,7 +158,7 @@ def _let_autocast_reach_the_cpu(stack: ExitStack) -> None:
 def _let_flex_attention_have_gradients(stack: ExitStack) -> None:
     """Let flex attention accept CPU tensors that require a gradient, which flex attention would refuse.
 
-    A program that uses flex attention has already imported the module.
+    If the module of flex attention is not imported, there is nothing to do, because the program does not use it.
     """
     module = sys.modules.get("torch.nn.attention.flex_attention")
     refuse = getattr(module, "_validate_device", None)

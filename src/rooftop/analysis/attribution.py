@@ -251,7 +251,8 @@ class ModuleTracker:
         self._makers.runs(scope)
 
     def _leaving(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
-        # After an exception, torch passes only the output. (Such an exception also ends a recomputation early.)
+        # After an exception, torch does not pass the keyword arguments. (Checkpointing ends a recomputation early with
+        # such an exception.)
         *kwargs, output = kwargs_and_output
         scope = None if self._is_elsewhere() else self._running.leave(sys._getframe(1))
         if scope is None:  # the module's call began before the tracker was active, or in another thread
@@ -310,7 +311,7 @@ class ModuleTracker:
             self._optimizing -= 1
 
     def _optimizer_ended(self, raised: bool) -> None:
-        if raised:  # after an exception, PyTorch has skipped the hook above
+        if raised:  # after an exception, PyTorch has not called `_optimizer_leaving`
             self._optimizing = max(0, self._optimizing - 1)
 
     def _closure_outside(self, args: Any, kwargs: Any) -> Any:

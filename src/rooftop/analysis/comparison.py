@@ -142,7 +142,7 @@ def _differences(before: Report, after: Report) -> Iterator[str]:
 
 
 def _ceilings_changed(before: Report, after: Report) -> Iterator[str]:
-    """The ceilings that differ between the two reports."""
+    """A sentence about the ceilings that differ between the two reports, if there are any."""
     old, new = (figures_of(Ceilings.from_dict(report.ceilings)) for report in (before, after))
     both = [name for name in old if old[name] and new.get(name) and not name.startswith(("sustained", "pulse"))]
     changes = {name: new[name] / old[name] - 1 for name in both}

@@ -152,7 +152,7 @@ def _of_class(kind: type) -> Iterator[Container]:
 
 
 def _of_named_modules(function: types.FunctionType) -> Iterator[Container]:
-    """The globals of other modules that a function may refer to by name, such as "tables.MASKS"."""
+    """The globals of other modules that a function may read as attributes of these modules, such as `tables.MASKS`."""
     for _, module in globals_by_name(function):
         if isinstance(module, types.ModuleType) and _is_outside_libraries(module.__name__):
             names = vars(module)
@@ -161,8 +161,8 @@ def _of_named_modules(function: types.FunctionType) -> Iterator[Container]:
 
 
 def _of_cache(function: Any) -> Iterator[Container]:
-    """The stored results of an `lru_cache`. In a bounded cache, only keys can be removed; the cache then computes the
-    results again."""
+    """The stored results of an `lru_cache`. From a bounded cache, only the new keys can be removed. Their results stay
+    in memory, but later calls do not find them and compute them again."""
     parts = gc.get_referents(function)
     places = [place for place, part in enumerate(parts) if part is getattr(function, "__wrapped__", None)]
     kept = parts[places[-1] - 1] if places and places[-1] else None
@@ -255,8 +255,8 @@ def _name_of(holder: Any, held: set[int]) -> str | None:
 
 
 def _is_end(holder: Any) -> bool:
-    """Whether the search for referrers stops at this object: objects that refer to classes, modules or frames are
-    irrelevant."""
+    """Whether the search for referrers stops at this object: at a class, a module, a module's globals or a frame. What
+    refers to one of these is irrelevant, because it does not itself store the tensors."""
     return isinstance(holder, (type, types.ModuleType, types.FrameType)) or _is_of_module(holder)
 
 

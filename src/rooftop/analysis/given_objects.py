@@ -70,7 +70,7 @@ class GivenObjects:
                     torch._foreach_copy_([v.tensor for v in self._small], [v.here for v in self._small])
 
     def _is_laid_out(self, value: _Value) -> bool:
-        """Restore the tensor's original shape. Return whether that was possible."""
+        """Restore the tensor's original shape and memory. Return whether that was possible."""
         try:
             value.lay_out()
         except RuntimeError as error:  # the tensor is a view that has become part of an autograd graph
@@ -142,7 +142,7 @@ class _State:
 
     Args:
         target: a module or another callable; None: no state is kept.
-        others: ids of the arguments, which `GivenObjects` restores itself.
+        others: ids of the arguments and of the objects in them, which `GivenObjects` restores itself.
 
     Attributes:
         containers: containers with their initial contents.
@@ -193,7 +193,7 @@ class _State:
         self.changing = self.changed() if growing else []
         if all(
             id(container.owner) in known for container in growing
-        ):  # restore only these, so that objects that the first run created for later runs stay
+        ):  # restore only what later runs changed too, so that objects that the first run created for later runs stay
             owners = {id(container.owner) for container in growing}
             self.changing = [each for each in self.changing if id(each.owner) in owners]
 
@@ -203,7 +203,7 @@ class _State:
 
 
 def _is_figure(module: nn.Module, buffer: Tensor) -> bool:
-    """Whether a buffer is a statistic (floating point) or belongs to a module of PyTorch, and so is not a position."""
+    """Whether a buffer is not a position: floating-point buffers and buffers of PyTorch's modules are statistics."""
     return buffer.is_floating_point() or type(module).__module__.startswith("torch.")
 
 
@@ -220,7 +220,7 @@ class _Value:
         self.here: Any = tensor.detach().clone() if small else None  # a copy on the tensor's device
 
     def is_written(self) -> bool:
-        """Whether the step wrote to the tensor; unknown for tensors made under `torch.inference_mode`."""
+        """Whether the step wrote to the tensor; False if unknown (tensors made under `torch.inference_mode`)."""
         return self._version is not None and self.tensor._version != self._version
 
     def is_changed(self) -> bool:

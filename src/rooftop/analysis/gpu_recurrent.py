@@ -190,7 +190,7 @@ RECURRENT: dict[Any, Callable[..., Any]] = {
 }
 """Recurrent operators whose implementation depends on the device, and the GPU's version of each."""
 
-# Shapes of results of operators without a fake implementation in PyTorch.
+# Fake results, empty tensors of the right shapes, of operators without a fake implementation in PyTorch.
 
 
 def _cudnn_rnn_backward(

@@ -119,7 +119,7 @@ def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[Non
 
 
 class _Gradient:
-    """`grad` and `requires_grad` of a leaf tensor. Tensors that are not leaves are left unchanged."""
+    """`grad` and `requires_grad` of a leaf tensor. `put_back` changes only tensors that were and still are leaves."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -277,8 +277,8 @@ def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
 
 
 def _of_module(module: nn.Module) -> Iterator[Container]:
-    """A module's parameters, its submodules and its own attributes, without other attributes that every module has.
-    Hooks are only followed."""
+    """A module's parameters, its submodules and, unless its class is PyTorch's, the attributes that other modules lack.
+    The search follows buffers and hooks, but never restores them."""
     state = vars(module)
     common = [part for name, part in state.items() if name in _OF_ANY_MODULE and isinstance(part, dict)]
     for part in (state.get("_parameters"), state.get("_modules")):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
-MOST_BYTES = 1 << 30  # larger models are not copied: a copy of 1 GiB takes 0.1 to 0.3 s of a CPU
+MOST_BYTES = 1 << 30  # if the weights have more bytes, none is copied: a copy of 1 GiB takes 0.1 to 0.3 s of a CPU
 
 
 @contextmanager

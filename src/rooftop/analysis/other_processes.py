@@ -26,7 +26,8 @@ from unittest.mock import patch
 import psutil
 
 LOOK_EVERY_S = 0.5
-# The report omits started programs whose CPU time is below this share of the script's own CPU time, or below `LEAST_S`.
+# If a script starts only programs (no workers, no forks), the report omits them if their total CPU time is below this
+# share of the script's own CPU time, or below `LEAST_S`.
 LEAST_SHARE = 0.02
 LEAST_S = 0.5
 WORKER, LOADER, PROGRAM, FORK = "multiprocessing", "DataLoader", "program", "fork"

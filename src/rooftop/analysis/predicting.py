@@ -180,7 +180,7 @@ def _counted_step(
     loss: Callable[[Any], Tensor] | None,
     dtype: torch.dtype | None,
 ) -> _CountedStep:
-    """Run a step on fake tensors as a kind of device ("cpu", "cuda") would run it.
+    """Count a step on fake CPU tensors, with the operators that a device of this kind ("cpu", "cuda") would run.
 
     The caller runs this function in a copy of the context, so that changes of context variables are lost afterwards.
     """
@@ -260,7 +260,7 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
         except Exception as error:
             cause = error.__cause__ or error
             looks = type(cause).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
-            # raised by .numpy(), .tolist() and reads in C++
+            # `.numpy()` and `.tolist()` raise the first message, reads in C++ the second
             looks = looks or "() is not supported for tensor subclasses" in str(cause)
             if looks or "its data is not allocated yet" in str(cause):
                 raise InputError(
@@ -273,7 +273,7 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
 
 class _DeviceCounting(CountingMode):
     """Count the device's work. Updates of an optimizer's step counters run on the host, so these updates are not
-    counted. Step counters are recognized because their fake tensors have constant values.
+    counted. An operator counts as such an update if all its tensors are fake tensors with constant values.
     """
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -287,7 +287,8 @@ class _DeviceCounting(CountingMode):
 def _faked(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode, dtype: torch.dtype | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A model and its arguments with fake tensors. A callable that is not a module is not copied (see `_Untouched`)."""
+    """Copies of a model and its arguments, with fake tensors in place of real ones. A callable that is not a module is
+    not copied (see `_Untouched`)."""
     try:
         with _FakeCopies(mode, dtype) as copies:
             fake_target = copies.of(target) if isinstance(target, nn.Module) else target
@@ -325,9 +326,10 @@ def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Ten
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Copy objects, with fake tensors in place of real ones. References to the same object stay the same.
+    """Copy objects, with fake tensors in place of real ones. An object to which several others refer is copied once.
 
-    Parameters, buffers and arguments are cast to `dtype`; other tensors of a module are not, as with `nn.Module.to`.
+    Floating-point parameters, buffers and arguments are cast to `dtype`; other tensors of a module are not, as with
+    `nn.Module.to`.
     """
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
@@ -463,7 +465,7 @@ class _Untouched(LightMode):
 
 
 def _is_looked_at(tensor: Tensor) -> bool:
-    """Whether PyTorch itself reads the tensor's values: an optimizer's step counter, batch sizes of packed
-    sequences."""
+    """Whether the tensor may be one whose values PyTorch itself reads: an optimizer's step counter, or the batch sizes
+    of packed sequences."""
     is_list_of_sizes = tensor.dim() == 1 and tensor.dtype == torch.int64
     return tensor.device.type == "cpu" and (tensor.numel() == 1 or is_list_of_sizes)

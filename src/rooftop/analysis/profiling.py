@@ -64,7 +64,7 @@ AGREEMENT, QUIET_BLOCKS = 0.03, 4
 """After `QUIET_BLOCKS` blocks, further blocks are skipped if the width of the wall time's interval is at most
 `AGREEMENT` times the wall time.
 """
-# limits (seconds, minimum, maximum) for single steps, which are measured twice
+# single steps are timed in two series; limits of each series: total seconds, minimum and maximum number of steps
 ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20
 QUEUE_LENGTH = 1000  # a GPU's queue holds about this many launches; then the host must wait
 LABELLED_S = 1.5  # seconds of all labelled runs of a program together
@@ -76,7 +76,7 @@ _measuring = threading.RLock()
 """This lock lets analyses in several threads run one after another. Two analyses would disturb each other, and a second
 simultaneous profiler crashes the process with a segmentation fault (PyTorch 2.13).
 """
-UNEXPLAINED = 0.01  # kernels that together exceed the wall time by more than this share contradict the wall time
+UNEXPLAINED = 0.01  # if the kernels take longer than the wall time by more than this share, one of the two is wrong
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTim
 def _traced_more_ms(program: Program, clock: StepClock, plain: Plain, times: KernelTimes) -> float | None:
     """See `Profile.traced_more_ms`.
 
-    In this function, PyTorch falsely says that the program is compiled or captured. An error that follows from this is
-    ignored.
+    If a step asks PyTorch whether it is being compiled or captured, measure steps that get the answer yes. None if such
+    a step raises.
     """
     questions = TracingQuestions()
     with questions.noticed():
@@ -230,15 +230,15 @@ def _labelled_runs(
     times: KernelTimes | None,
     progress: Progress,
 ) -> tuple[list[Labelled], ModuleTracker, PageFaults]:
-    """Run as many labelled steps as fit into their time. Return the labelled steps with the tracker and the page faults
-    of the last step.
+    """Run the labelled steps, on a CPU as many as fit into `LABELLED_S`. Return the labelled steps with the tracker and
+    the page faults of the last step.
 
     On a CPU, blocks of plain steps run between the first labelled runs. Plain and labelled runs are compared, so both
     must see the same machine.
 
     Args:
-        blocks: largest number of blocks.
-        times: times of the kernels without labels, if known.
+        blocks: largest number of blocks of plain steps.
+        times: times of the kernels in steps without labels, if known.
     """
     labelled: list[Labelled] = []
     least, took_s = LEAST_LABELLED, 0.0

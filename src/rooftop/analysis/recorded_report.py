@@ -98,8 +98,8 @@ def recorded_report(
 
 
 def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
-    """The coarsest kind of step that occurred at least twice. If no kind of step occurred twice, the coarsest kind of
-    step that was watched.
+    """The coarsest kind of step whose recording is complete, or that occurred at least twice and was watched. If there
+    is no such kind, the coarsest kind of step that was watched.
     """
     for laps in recorded:
         if laps.is_complete or (laps.steps > 1 and _watched(laps)):
@@ -122,7 +122,8 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
 
 
 def _watched(laps: Laps) -> list[Watched]:
-    """The labelled steps of the last stage with an operator, because later steps represent the program better."""
+    """The labelled steps of the latest stage (`labelled`, `early` or `whole`) in which an operator ran, because later
+    steps represent the program better."""
     candidates = [laps.labelled, [laps.early] if laps.early else [], [laps.whole] if laps.whole else []]
     return next((found for found in candidates if found and found[-1].labelled.records), [])
 
@@ -130,8 +131,8 @@ def _watched(laps: Laps) -> list[Watched]:
 def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
     """The wall time of unwatched steps, and a note if this time comes from the steps before the profiler.
 
-    There are few steps before the profiler. The time of these first steps counts only if later steps, with CUPTI still
-    attached, are slower by more than the variation.
+    There are few steps before the profiler. So the time of these steps is taken only if it is below the interval of the
+    later steps, which run with CUPTI still attached, or if there are no later steps.
     """
     after = StepTime.of_loop(laps.steady_ms) if laps.steady_ms else None
     if not laps.steady_before_ms:

@@ -236,7 +236,7 @@ def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[
 
 def _attention(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
     tensors = [item for item in spec.args if isinstance(item, TensorSpec)]
-    # in a backward operator, this argument comes after the gradient
+    # a backward operator takes the gradient before query, key and value
     first = 1 if spec.name.endswith("_backward") else 0
     query, key, value = (make(item) for item in tensors[first : first + 3])
     options = {"is_causal": spec["is_causal"], "dropout_p": spec["dropout_p"]}

@@ -67,7 +67,7 @@ class Report(ReportContents):
         """
         if "levels" in plain and "flops" in plain:
             raise ValueError(
-                "it holds the ceilings of a machine, expected a report: `rooftop analyze --json FILE` writes one"
+                "the data are the ceilings of a machine, expected a report: `rooftop analyze --json FILE` writes one"
             )
         if plain.get("format") != FORMAT:
             raise ValueError(f"expected a rooftop report of format {FORMAT}, got format {plain.get('format')!r}")
@@ -202,4 +202,4 @@ def _from(kind: Any, plain: Mapping[str, Any]) -> Any:
 
 def _number(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise TypeError(f"{name} is {value!r}, expected a number")
+        raise TypeError(f"{name} is {value!r}, expected a finite number")

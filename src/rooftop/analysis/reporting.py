@@ -164,10 +164,10 @@ def _crowded(profile: Profile) -> bool:
 
 
 def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
-    """The rate of the CPU's pulse ("product" or "read") that is furthest below its best value, and its share of that
-    value.
+    """The rate of the CPU's pulse ("product" or "read") that is furthest below the best rate that this CPU has reached,
+    and its share of that best rate (see `Pulse.share_of`).
 
-    None if no rate is more than `NOISY` below its best value, or if the rates cannot be compared.
+    None if no rate is more than `NOISY` below its best, or if the rates cannot be compared.
     """
     if profile.pulse is None or torch.get_num_threads() != ceilings.threads:
         return None
@@ -223,13 +223,13 @@ def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
 
 
 def _pages(count: float) -> str:
-    """A step's mean number of pages, in words."""
+    """The mean number of memory pages that a step takes from the system, in words."""
     return f"{count:,.0f} pages" if count >= 1.5 else "one page" if count >= 0.5 else f"{count:.1g} pages"
 
 
 def _two_states(profile: Profile) -> list[str]:
-    """A note if operators were timed in steps with fewer page faults than the first steps. In these steps the
-    heap was in another state (see `page_faults`).
+    """A note if later plain steps had another number of page faults than the first plain steps, or if labelled steps
+    had fewer. In these steps the heap was in another state (see `page_faults`).
     """
     faults, labelled, later = profile.faults, profile.labelled_faults, profile.otherwise
     if later is None and (labelled.count >= faults.count or faults.is_like(labelled)):
@@ -259,7 +259,8 @@ def _coverage(rows: Sequence[OperatorRow], profile: Profile) -> float:
 
 
 def _thinned(curve: list[tuple[float, int]], points: int) -> list[tuple[float, int]]:
-    """Reduce the memory curve to about `points` points. The lowest and the highest point of each stretch are kept."""
+    """Reduce the memory curve to about `points` points: cut the curve into equal stretches, and keep the lowest and the
+    highest point of each stretch."""
     if len(curve) <= points:
         return curve
     stretch = -(-2 * len(curve) // points)

@@ -82,7 +82,7 @@ def _started_by_rooftop() -> bool:
 
 
 def _is_open(stream: Any) -> bool:
-    """Whether a stream is still writable: the script may have closed it, detached it, or closed its file."""
+    """Whether a stream is still writable. It is not if the script closed it, detached it, or closed its file."""
     try:
         stream.flush()
         return not stream.closed and os.fstat(stream.fileno()) is not None

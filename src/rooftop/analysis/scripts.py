@@ -159,7 +159,7 @@ def _status(end: SystemExit, script: Path) -> tuple[int, str]:
         return status, f"{script} ended with exit status {status}" if status else ""
     try:
         said = str(end.code)
-    except Exception as error:  # the exit value has no text: Python prints nothing for it
+    except Exception as error:  # `str` of the exit value raises; Python then prints nothing
         said = f"its exit value cannot be printed ({type(error).__name__})"
     return 1, f"{script} ended with exit status 1: {said}"
 

@@ -75,7 +75,7 @@ _FLAGS = (  # (a mode's list of earlier values, the flag's name in `_python_disp
 
 
 def _flags_without(ended: TorchDispatchMode, above: list[TorchDispatchMode]) -> None:
-    """Set the flags that active modes saved, as if the ended mode had never been below these modes."""
+    """Set PyTorch's flags, and the earlier flags that the modes `above` saved, as if the ended mode had never begun."""
     known = [flag for flag in _FLAGS if hasattr(_python_dispatch, flag[1])]  # the third flag exists since PyTorch 2.13
     for kept, name, turns_on in known:
         flag = getattr(ended, kept).pop()

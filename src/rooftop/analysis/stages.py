@@ -39,9 +39,9 @@ LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 1000, 10.0
 NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
 """Number of steps of a complete recording (more if the program compiles, or is one of several ranks)."""
 RANK_STEPS = 6  # number of steps of a rank under the profiler
-# stage `before` ends after this many steps or seconds
+# stage `before` ends after this many steps, or after this many seconds if it has at least `LEAST_TIMED` steps
 BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0
-MOST_REPEATS = 5  # largest number of times that watched stages are repeated because a step was not typical
+MOST_REPEATS = 5  # largest total number of repeats of watched stages, because a step was not typical
 
 # largest number of module calls (from outside any module) in one watched stage; the profiler needs at least 50 kB for
 # each call

@@ -256,7 +256,7 @@ class StepFinder:
         self._stepped = optimizer
 
     def _optimizer_ended(self, raised: bool) -> None:
-        """Handle the end of an optimizer's step, which ends the program's step. An optimizer that wraps
+        """Handle the end of an optimizer's step, which marks the end of a step of the program. An optimizer that wraps
         another optimizer has stepped when its own step ends."""
         if self._is_elsewhere():
             return
@@ -304,8 +304,8 @@ class StepFinder:
         self._others.clear()
 
     def _is_coarser(self, what: Any) -> bool:
-        """Whether this marker has occurred twice, each time after the same number (more than one) of the leading
-        marker's steps."""
+        """Whether this marker has occurred twice, each time after the same number (2 to `MOST_INNER_STEPS`) of the
+        leading marker's steps."""
         other = self._others.setdefault(self if what is None else what, _Other())
         since, before = self._led - other.led, other.since
         other.led, other.since = self._led, since
@@ -324,7 +324,7 @@ class StepFinder:
 class _Other:
     """Counts of a marker other than the leading marker. `led`: number of leading steps before the marker's last
     occurrence. `since`: number of leading steps between its last two occurrences. `alone`: how often the marker has
-    occurred since the last leading step. `alone_since`: number of leading steps before these occurrences.
+    occurred since the last leading step. `alone_since`: the number of that leading step, counted from 1.
     """
 
     def __init__(self) -> None:

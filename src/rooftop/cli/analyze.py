@@ -206,7 +206,7 @@ def _told_once() -> Iterator[None]:
 
 
 def _counted(words: Sequence[str]) -> list[KernelCounters]:
-    """Count the same step in a second process, under ncu."""
+    """The hardware counters of the same step, which ncu reads in a second process."""
     with Console(stderr=True).status("Nsight Compute counts each kernel of one step"):
         verb = words.index("analyze") + 1
         return hardware_counters([sys.executable, "-m", "rooftop", *words[:verb], "--counted-step", *words[verb:]])
@@ -287,7 +287,8 @@ def _ceilings_of(machine: str) -> Ceilings:
 
 
 def _predicted(target: str, inputs: Sequence[str], train: bool, dtype: torch.dtype | None, machine: str) -> Report:
-    """Make the report of `--predict`. Even a large model needs no memory, because it is built without weights."""
+    """Make the report of `--predict`. The model is built with fake tensors, so even a large model's weights take no
+    memory."""
     with fake_tensors():
         found = resolve_target(target, inputs, None, None)
         training: dict[str, Any] = {}

@@ -122,11 +122,8 @@ def run(
 
 
 def _told_apart(paths: Sequence[str]) -> tuple[list[Path], list[Path]]:
-    """Separate photographs (and folders of photographs) from videos by suffix, in order. Files with other suffixes are
-    opened first as a photograph, then as a video.
-
-    Raises:
-        InputError: a file is neither a photograph nor a video.
+    """Separate photographs (and folders of photographs) from videos by suffix, in order. A file with another suffix is
+    opened first as a photograph, then as a video. A file that is neither counts as a photograph.
     """
     pictures: list[Path] = []
     videos: list[Path] = []

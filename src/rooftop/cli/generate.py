@@ -171,7 +171,9 @@ def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> N
 def _network(
     config: GptConfig, weights: Path | None, seed: int | None, where: torch.device, dtype: torch.dtype, group: Group
 ) -> Gpt:
-    """Load the model onto its device in eval mode, without a second copy. Each rank reads only its own weights."""
+    """Load the model onto its device in eval mode, without a second copy of the weights. Each rank reads only its own
+    weights. Without a file of weights, draw random weights.
+    """
     if weights is not None and weights.is_dir() and holds_training(weights):
         return load_trained_gpt(weights, device=where, dtype=dtype, group=group).eval()
     network = empty_gpt(config, device=where, dtype=dtype, group=group)
@@ -228,7 +230,7 @@ def _layout(config: GptConfig, tensor: int) -> Layout:
         try:
             Layout(tp=ranks).check(ranks, **sizes, axes=("tp",))
         except ValueError as error:
-            # leave out the layouts that the error suggests: none of them has this number of ranks
+            # leave out the error's last sentence: it says only that no layout of this number of ranks fits
             return str(error).partition(". ")[0]
         return ""
 

@@ -19,7 +19,7 @@ from rooftop.cli.words import Words
 from rooftop.errors import FAILURE, InputError, RooftopError, TargetError
 from rooftop.words import did_you_mean
 
-# For each verb: its line in `rooftop --help`. The command itself is `rooftop.cli.commands.VERB:command`.
+# Verb -> its line in `rooftop --help`. `_place` returns the place of the command itself.
 VERBS = {
     "analyze": "Show how far a model is from the limits of this machine, and why.",
     "ceilings": "Measure the limits of this machine: bandwidths, matrix rates, launch costs.",

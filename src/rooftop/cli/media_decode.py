@@ -138,7 +138,7 @@ class _Array:
             raise InputError(f"{path.parent} is not a folder: create it first, or give another folder")
         if path.exists() and not path.is_file():
             raise InputError(f"{path} is a device or a pipe: expected the name of a file")
-        path = path.resolve()  # a link stays a link
+        path = path.resolve()  # the file to which a link points is written, and the link stays
         self.path, self.count = path, 0
         self._partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.npy")
         self._shape: tuple[int, ...] = ()

@@ -56,7 +56,7 @@ def run_transcode(
         raise InputError(f"no frame of {source} begins at {start} s or later: it ends at {end_of(reader):.3f} s")
     begin = float(reader.times[first]) if start else 0.0  # this time becomes 0 in the output, for the sound too
     rate, last_s = reader.constant_rate, float(reader.durations[-1])
-    held = rate is not None and abs(last_s - 1 / rate) > HELD_S  # the last frame may last longer than the others
+    held = rate is not None and abs(last_s - 1 / rate) > HELD_S  # the last frame lasts longer or shorter than 1 / rate
     if rate is None and out.suffix.lower() == ".avi":
         # AVI times are ticks of a grid, and some ticks have no frame
         rate, held = reader.index.grid(reader.time_base), True

@@ -28,7 +28,9 @@ def advise(findings: Findings) -> list[Advice]:
 
 
 def _with_interval(item: Advice, findings: Findings) -> Advice:
-    """Add an interval to a gain. The gain shortens the wall time, and is as uncertain as the wall time."""
+    """Add an interval to a gain. It extends as many ms below and above the gain as the wall time's interval extends
+    below and above the wall time. If the rule itself has set a lower end that is lower, this lower end stays.
+    """
     low_ms, high_ms = findings.summary.wall_low_ms, findings.summary.wall_high_ms
     if low_ms is None or high_ms is None:
         return replace(item, low_ms=None)

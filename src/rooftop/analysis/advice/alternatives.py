@@ -23,7 +23,7 @@ from rooftop.analysis.report_contents import OperatorRow
 from rooftop.cost import CallSpec, TensorSpec
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
-# limits for the calls that are timed again: their share of all operators' time, and their number
+# limits for the calls that are timed again: their share of the time of all `_TIMED_AGAIN` operators, and their number
 MOST_TIME, MOST_CALLS = 0.95, 40
 
 
@@ -64,8 +64,8 @@ def repeated_ratios(
 
 
 def _kind(spec: CallSpec) -> tuple[str, bool, bool]:
-    """The kind of a call. Calls of one kind gain about equally in another format. For convolutions, the kind is
-    (operator, grouped, pointwise).
+    """The kind of a call: (operator, whether grouped, whether pointwise). Only a convolution can be either.
+    Calls of one kind gain about equally in another dtype or layout.
     """
     weight = spec["weight"] if "convolution" in spec.name else None
     if not isinstance(weight, TensorSpec):

@@ -171,7 +171,7 @@ def _joins(op: MeasuredOperator) -> bool:
 
 
 def _crosses(op: MeasuredOperator) -> bool:
-    """Whether an operator copies between host and GPU memory. No kernel does such a copy."""
+    """Whether an operator copies between host and GPU memory. A compiler cannot make such a copy part of a kernel."""
     return any("HtoD" in kernel or "DtoH" in kernel for kernel in op.kernels)
 
 
@@ -181,7 +181,7 @@ def _plain(op: MeasuredOperator) -> str:
 
 
 def _along_rows(op: MeasuredOperator) -> bool:
-    """Whether a reduction is over the last dimension, or over all dimensions."""
+    """Whether the dimensions over which an operator reduces include the last one."""
     spec, rank = op.record.spec, len(op.record.inputs[0].shape)
     assert spec is not None
     dims = spec["dim"] if "dim" in spec else None  # noqa: SIM401 (a CallSpec has no `get`)
@@ -194,7 +194,8 @@ def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
     """The kernels that a compiler writes, as a dict from the position of a kernel's first operator to the positions of
     all its operators.
 
-    The operators of a group are connected, work on the same number of elements, and have no other kernel between them.
+    The operators of a group pass values to one another and work on the same number of elements. No path between two of
+    them leads through a separate kernel (a matrix product).
     """
     first = list(range(len(nodes)))
 
@@ -263,8 +264,8 @@ class _Traffic:
         return read
 
     def _is_kept(self, value: Value, group: int) -> bool:
-        """Whether a value must be written to memory: another kernel reads the value, or no operator reads it, so the
-        program keeps it.
+        """Whether a value must be written to memory: another kernel reads the value instead of computing it again, or
+        no operator reads it, so the program keeps it.
         """
         readers = [self._group_of.get(place) for place in self._readers[value]]
         return not readers or any(
@@ -309,8 +310,9 @@ def _trains(op: MeasuredOperator) -> bool:
 
 
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
-    """The share of the roof that this step's best elementwise operators reach: the lowest share within the best
-    quarter, weighted by bytes.
+    """The share of the roof that this step's best elementwise operators reach. The best operators are those with the
+    highest shares that together have a quarter of the elementwise operators' roof time; the lowest of their shares is
+    returned.
 
     `USUAL_SHARE` if the step has no elementwise operators. Compiled kernels are assumed to reach this share as well.
     Slower eager kernels are ignored, because arithmetic (powers in bfloat16) or index computations limit them.

@@ -116,7 +116,7 @@ def data_loading(findings: Findings) -> list[Advice]:
     """Advise on a loader whose batches are not ready when the step needs them."""
     if findings.plain is None:
         return []
-    # the loading time is from a single step, which may have been slow
+    # the loading time was measured in a single step, which may have been slow, so it may exceed the wall time
     loading_ms = gain_ms = min(findings.plain.loading_ms, findings.summary.wall_ms)
     if findings.on_gpu:  # loading that overlaps the GPU's work is already hidden
         gain_ms = min(loading_ms, findings.gaps.launch_gap_ms)

@@ -103,7 +103,7 @@ class DynamicGraph:
             return _unreadable(error, backward)
 
 
-# counts the keys of the whole process, since code that an earlier analysis compiled keeps its key
+# numbers the graphs of all analyses in this process: code that an earlier analysis compiled keeps its graph's key
 _numbers = itertools.count()
 _RECORDED: dict[str, CompiledGraph] = {}
 """The graphs of all analyses. Code that one analysis has compiled is not compiled again, so later analyses look its

@@ -157,8 +157,9 @@ class _Walk:
                 self._add_unseen(event, self.operators[before:], phase)
 
     def _add_unseen(self, event: _Event, seen: Sequence[tuple[int, JoinedOperator]], phase: str) -> None:
-        """Add the time of an unknown graph whose kernels the profile does not show. On a CPU the profile shows
-        kernels only on request."""
+        """Add an operator for a compiled region on a CPU if the profile does not show the region's kernels, because the
+        region was compiled before the analysis. The operator's time is the region's time without the operators `seen`
+        in the region."""
         if any(operator.record.uncovered == COMPILED_BEFORE for _, operator in seen):
             return
         record = self._record("inductor::graph", (), "", "", phase, None, COMPILED_BEFORE)
@@ -276,7 +277,7 @@ class _Walk:
             if not works:
                 orphans += members
                 continue
-            if not members:  # these kernels were not captured, so they have their own events
+            if not members:  # these work items' kernels are in no CUDA graph, so they have their own events
                 continue
             known = len(costs) == len(works)
             names = dict.fromkeys(_shown(work.name) for work in works)
@@ -364,7 +365,7 @@ def _one_by_one(works: list[KernelWork], kernels: list[Kernel]) -> Iterator[tupl
 
 
 class _Matcher:
-    """Find the work of each event of one run of a graph. The work items are in the order of the events.
+    """Find the work of each event of one run of a graph. The work items and the events are in launch order.
 
     A generated kernel is found by its name. The graph may lack a library call (a copy of an input). So the search for a
     library call ends at the next generated kernel, which has its own event.

@@ -201,7 +201,9 @@ def _ready(
 
 
 def _leading_to(ends: Iterable[fx.Node], group: list[fx.Node], allowed: set[fx.Node]) -> list[fx.Node]:
-    """The `ends` and the nodes of the group on which the ends depend. Only nodes in `allowed` are followed."""
+    """The `ends`, and the nodes of the group on which the ends depend. A node outside `allowed` is left out, and its
+    inputs are not searched.
+    """
     found: set[fx.Node] = set()
     waiting = list(ends)
     while waiting:
@@ -393,8 +395,9 @@ class _Kernel:
                 continue
             for tensor in _values(value):
                 whole = tensor_bytes(tensor)
-                # A gather reads at most as much of its table as its formula counts, and an operator computes only what
-                # its users need.
+                # A gather reads the part of its table that its formula counts. From an input that is larger than the
+                # result, an operator reads what its formula counts, from other inputs one element per element of the
+                # result. `share` is the share of the result that is used.
                 if _is_gather(node) and value is node.args[0]:
                     others = (t for v in node.all_input_nodes if v is not value for t in _values(v))
                     least = int(share * (cost.read_bytes - distinct_bytes(others)))

@@ -101,7 +101,7 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator's result on meta tensors; None if it returns no tensor (`.item()`, optimizer steps)."""
     if func.namespace == "c10d" or not any("Tensor" in str(result.type) for result in func._schema.returns):
         return None  # a c10d collective writes into its arguments
-    # the profiler does not record the names of groups and reductions, which change no shape
+    # the profiler records neither the name of the process group nor that of the reduction; no shape depends on them
     if func.namespace == "_c10d_functional":
         args = tuple("" if value is None else value for value in args)
     placed = {name: value for name, value in _ON_META.items() if name in kwargs}
@@ -158,9 +158,11 @@ def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, 
 def _value(
     wanted: Any, kind: str, shape: Any, stride: Any, text: Any, listed: Listed | None, same: dict[int, Tensor]
 ) -> Any:
-    """One argument: a tensor, a list of tensors, or a number, a list, a flag or None from its text.
+    """One argument. Tensors and lists of tensors are made from the recorded shapes and dtypes; numbers, flags, None and
+    lists of numbers are read from the recorded text.
 
-    `same` has the tensors of the call's lists so far, by number.
+    `same` has the tensors that earlier lists of this call contain, by the tensor's number. A tensor in several lists is
+    made only once.
     """
     takes_tensor = "Tensor" in str(wanted)
     if kind in DTYPES:
@@ -181,7 +183,7 @@ def _value(
     if takes_tensor:
         if kind:  # a number where a tensor is expected: another overload takes it
             raise NotReconstructedError(f"{kind} was recorded, but the operator takes {wanted}")
-        # the indices of `index` are a list in which some tensors may be missing
+        # an optional tensor may be None, but the list of optional tensors that `index` takes is never None
         if not str(wanted).startswith("Optional["):
             raise NotReconstructedError(f"an argument of type {wanted} was not recorded")
         return None

@@ -229,7 +229,8 @@ def _exchanged(number: int, outcome: bytes) -> list[Any]:
 
 
 def _failure(number: int, error: Exception | None) -> MeasurementError:
-    """The first failure of any rank, as an error. If no failure is recorded, record this rank's failure."""
+    """The first failure of any rank, as an error. If no rank has recorded a failure yet, record this rank's as the
+    first."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = f"rank {rank} of {ranks} failed: {_reason(error)}" if error is not None else "a rank failed"
     if isinstance(error, MeasurementError) and str(error).startswith("rank "):
@@ -252,8 +253,8 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _watching(number: int) -> Iterator[None]:
-    """With NCCL, abort the communicators of a rank that waits in a collective for a failed rank, so that the waiting
-    rank continues.
+    """With NCCL, if any rank records a failure during the block, abort this rank's communicators. A collective in which
+    this rank waits for the failed rank then ends.
 
     gloo cannot be aborted; it notices the end of the failed process by itself.
     """

@@ -114,7 +114,7 @@ def _collected(store: Any, ranks: int) -> tuple[Ranks | None, list[str]]:
 
 
 def _own_store() -> Any:
-    """The store of the program's process group, if torchrun serves no store and the group still exists."""
+    """The store of the program's process group, for use if torchrun serves no store; None if the group is gone."""
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     return None
