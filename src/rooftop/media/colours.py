@@ -52,8 +52,8 @@ class Colours:
 
 
 def usual_matrix(height: int, width: int) -> str:
-    """The matrix to assume if a video does not state one, as players do: BT.709 from 1280 x 720 on, BT.601 for smaller
-    sizes.
+    """The matrix to assume if a video does not state one, as players do: BT.709 if the width is at least 1280 or the
+    height is above 576, otherwise BT.601.
     """
     return "bt709" if width >= 1280 or height > 576 else "bt601"
 
