@@ -424,7 +424,8 @@ class Gate:
     def _sensitivity(self, known: Known, name: str) -> float:
         """How much a float64 result changes if the inputs of a special draw change by `SHIFT`.
 
-        Returns 0 for draws that are not special, and for half precision, where sums are more precise than inputs.
+        Returns 0 for draws that are not special, and for results that are not float32. For half precision, no such
+        allowance is needed, because sums are more precise than inputs.
         """
         if not known.draw.special or known.truth is None or known.eager.values[name].dtype != torch.float32:
             return 0.0

@@ -120,7 +120,7 @@ class _Sequence:
 
     @property
     def positions(self) -> int:
-        """The cache positions that the sequence needs. The last new token needs none, because the model never reads it."""
+        """Number of cache positions that the sequence needs. The last new token needs none, as it is never read."""
         return len(self.tokens) + self.budget - 1
 
 
