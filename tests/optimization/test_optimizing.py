@@ -294,7 +294,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "parameters that are not the module's",
     ),
-    "a gain above all": (lambda: rooftop.optimize(sleepy(), min_gain=2), ValueError, "a share from 0 to 1"),
+    "a gain above all": (lambda: rooftop.optimize(sleepy(), min_gain=2), ValueError, "at least 0 and below 1"),
     "no time": (lambda: rooftop.optimize(sleepy(), budget_s=0), ValueError, "seconds above 0, got 0"),
     "no rule": (
         lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), rules=["fold-norm"]),

@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rooftop.optimize(linear(), X, budget_s=True),
         "budget_s must be a number of seconds above 0",
     ),
-    "a flag as a gain": (lambda: rooftop.optimize(linear(), X, min_gain=False), "min_gain must be a share from 0 to 1"),
+    "a flag as a gain": (lambda: rooftop.optimize(linear(), X, min_gain=False), "min_gain must be at least 0 and"),
     "a huge budget": (lambda: rooftop.optimize(linear(), X, budget_s=10**400), r"pass float\('inf'\)"),
     "a number for train": (lambda: rooftop.optimize(linear(), X, train=1), "train must be True or False, got 1"),
     "a word for exact": (lambda: rooftop.optimize(linear(), X, exact="no"), "exact must be True or False, got 'no'"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rooftop.nn.hooks import has_hooks
 
-MOST = 8  # largest number of cached results per method; an engine has as many graphs by default
+MOST = 8  # largest number of cached results per method; `Engine` keeps as many CUDA graphs by default
 
 Arguments = ParamSpec("Arguments")
 Module = TypeVar("Module", bound=nn.Module)

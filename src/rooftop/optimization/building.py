@@ -140,7 +140,7 @@ class Builder:
         return Candidate.of(self.original, optimizer, self.step.training, tensors_of(self.given))
 
     def _gate_of(self, rules: Sequence[Rule]) -> Gate:
-        """The gate that compares a candidate with the original, in the precision that the candidate's rules set."""
+        """The gate for candidates with these rules; the original runs with those of them that lower the precision."""
         lowering = [rule for rule in rules if rule.opt_in]
         key = tuple(rule.name for rule in lowering)
         if key not in self._gates:

@@ -35,7 +35,7 @@ class Deadline:
         self._seconds = seconds
         self._thread = threading.get_ident()
         self._over = threading.Event()
-        self._raised = False  # the exception is scheduled, but not raised yet
+        self._raised = False  # whether the exception is scheduled and still has to be raised
         self._lock = threading.Lock()
         self._signal = 0  # 0: none
 

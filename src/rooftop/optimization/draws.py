@@ -127,8 +127,10 @@ def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int
 
 
 def _varied(flat: Tensor, generator: torch.Generator) -> Tensor:
-    """If all values are equal, replace them by random values between 0 and this constant. An integer 0 stays 0, since 1
-    may not be a valid index.
+    """If all values are equal, replace them by random values between 0 and this constant.
+
+    For the constant 0, floats are drawn between 0 and 1. Booleans are drawn from both values. Integers of at most 0
+    stay, since other values may not be valid indices.
     """
     first = flat[0]
     if flat.is_complex() or not bool((flat == first).all()):

@@ -357,7 +357,7 @@ class Gate:
         """The largest error of doubtful results over more inputs (see `doubts.py`).
 
         Raises:
-            InaccurateError: a result's error is larger than allowed over all these inputs.
+            InaccurateError: a result's error is larger than allowed over all these inputs together.
         """
         first, base, near = next(iter(doubtful.values())), known, None
         lucky = known.draw.uniform and all(may_be_luck(error, got[name].dtype) for name, error in doubtful.items())
@@ -424,7 +424,8 @@ class Gate:
     def _sensitivity(self, known: Known, name: str) -> float:
         """How much a float64 result changes if the inputs of a special draw change by `SHIFT`.
 
-        Returns 0 for draws that are not special, and for half precision, where sums are more precise than inputs.
+        Returns 0 for draws that are not special, and for results that are not float32. For half precision, no such
+        allowance is needed, because sums are more precise than inputs.
         """
         if not known.draw.special or known.truth is None or known.eager.values[name].dtype != torch.float32:
             return 0.0
@@ -471,7 +472,7 @@ def doubled(given: Arguments) -> Arguments:
 
 
 def _shifted(tensor: Tensor) -> Tensor:
-    """A float32 tensor in float64, with each value changed by a random share of `SHIFT`."""
+    """A float32 tensor in float64, with each value changed by a random number of roundings, at most `SHIFT`."""
     if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
         return tensor
     generator = torch.Generator(tensor.device).manual_seed(SEED)

@@ -345,8 +345,8 @@ class _State:
         self.values = list(map(operator.getitem, self.places, self.keys))
 
     def versions_of(self, given: Arguments) -> list[object]:
-        """The version counters of a call's tensors, to detect changes; [] unless the candidate is `frozen`. An
-        inference tensor has no version counter, so it always counts as changed.
+        """The version counters of the tensors in a call's arguments, to detect changes; [] unless the candidate is
+        `frozen`. An inference tensor has no version counter, so it always counts as changed.
         """
         if not self.candidate.frozen:
             return []

@@ -42,8 +42,8 @@ class Profiles:
         self.peak = self._peak_bytes(plain)
         self._blocks = counted_blocks(plain.model)
         self._operators: dict[frozenset[str], Times] = {}  # by the names of rules that change which operators run
-        self._of_kept: dict[frozenset[str], Times] = {}  # by the names of the kept rules
-        self._compiled: dict[frozenset[str], Compiled] = {}  # by the names of the kept rules that do not compile
+        self._of_kept: dict[frozenset[str], Times] = {}  # by the names of all rules of a candidate
+        self._compiled: dict[frozenset[str], Compiled] = {}  # by the names of a candidate's rules that do not compile
 
     def begin(self, plain: Candidate, wall_ms: float) -> Times:
         """Profile the original."""

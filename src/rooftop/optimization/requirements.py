@@ -38,7 +38,7 @@ def check_arguments(
     if loss is not None and not callable(loss):
         raise TypeError(f"optimize: loss must be a function of the output, got {type(loss).__name__}")
     if isinstance(min_gain, bool) or not isinstance(min_gain, int | float) or not 0 <= min_gain < 1:
-        raise ValueError(f"optimize: min_gain must be a share from 0 to 1, such as 0.02, got {min_gain!r}")
+        raise ValueError(f"optimize: min_gain must be at least 0 and below 1, such as 0.02, got {min_gain!r}")
     number = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
     if not number or not budget_s > 0:
         raise ValueError(f"optimize: budget_s must be a number of seconds above 0, got {budget_s!r}")

@@ -105,5 +105,5 @@ def _saved(before: Timing, after: Timing) -> float:
 
 
 def _falls_short(shares: Sequence[float], least: float) -> bool:
-    """Whether three of four rounds show a gain below `least`. If not, timing continues."""
+    """Whether at least three quarters of the rounds show a gain below `least`. If not, timing continues."""
     return statistics.quantiles(shares, n=4, method="inclusive")[2] < least

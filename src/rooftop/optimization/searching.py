@@ -117,7 +117,7 @@ class Search:
         self._waited = False  # whether the search has waited for the C++ launcher
         self._share = 0.0  # the gain in the last trial, as a share of a step
         self._unknown: set[frozenset[str]] = set()  # names of rules whose candidates could not be profiled
-        self._compile_s = 0.0  # the time in which the best candidate was compiled
+        self._compile_s = 0.0  # seconds of the best candidate's first call, if one of its rules compiles
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
         """Try rules, beginning with the largest predicted gain.
@@ -325,7 +325,7 @@ class Search:
     def _replaced(self, rule: Rule) -> list[list[Rule]]:
         """The sets of kept rules that a rule may replace, in the order of trials. The compiler cannot look into
         Rooftop's kernels, so it is first tried instead of the rules that use these kernels. In the last trial, the
-        whole model is compiled without other rules.
+        whole model is compiled instead of all rules that can be applied to inference.
         """
         same = [kept for kept in self.kept if kept.kind and kept.kind == rule.kind]
         if rule.kind != "compile":

@@ -102,7 +102,10 @@ class TrialOrder:
         return left_s, ""
 
     def _urgency(self, rule: Rule) -> tuple[bool, bool, bool, float]:
-        """The sort key of a rule: (saves no memory, is predicted to lose, compiles, negative gain)."""
+        """The sort key of a rule: (saves no memory, is predicted to lose, compiles, negative gain).
+
+        The gain of a rule that compiles is divided by the seconds until its first call is done.
+        """
         seconds, gain_ms = self._forecasts[rule.name]
         at_once = seconds <= 0
         loses = at_once and gain_ms < -self._loss_ms

@@ -296,8 +296,8 @@ def test_wrong_options(options: Options, message: str) -> None:
     ("arguments", "message"),
     [
         ((frames(2, 5, 5, 2),), r"frames must be \(N, T, H, W, C\), got"),
-        ((frames(1, 2, 5, 5, 3),), "with C = 2 and a time step"),
-        ((frames(1, 0, 5, 5, 2),), "a time step"),
+        ((frames(1, 2, 5, 5, 3),), "with C = 2 and at least one time step"),
+        ((frames(1, 0, 5, 5, 2),), "at least one time step"),
         ((frames(1, 2, 2, 5, 2),), r"frames of \(2, 5\) are smaller than the kernel, which spans \(3, 3\)"),
         (
             (frames(1, 2, 5, 5, 2), [frames(1, 3, 3, 4)] * 2),

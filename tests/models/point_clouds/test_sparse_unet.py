@@ -238,7 +238,7 @@ def test_the_sizes_are_those_published() -> None:
 
 
 def test_wrong_layouts_say_what_is_expected() -> None:
-    with pytest.raises(ValueError, match=r"expected 8 layers and planes, got \[2, 2\] and \[32, "):
+    with pytest.raises(ValueError, match=r"expected 8 numbers in layers and in planes, got \[2, 2\] and \[32, "):
         MinkUNet((2, 2), 4, 19)
     with pytest.raises(ValueError, match="at least one level"):
         SparseUNet(4, 19, ())

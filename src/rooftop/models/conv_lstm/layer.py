@@ -32,7 +32,7 @@ from rooftop.words import did_you_mean
 Pair = tuple[int, int]
 States = tuple[Tensor, Tensor]
 FIRST, LAST = "channels_first", "channels_last"
-FEW = 64  # with at most this many inputs per output, a matrix product is faster than a convolution
+FEW = 64  # for windows of at most this many values (kh * kw * C), a product is faster than a convolution
 
 
 class ConvLSTM2D(nn.Module):
@@ -190,7 +190,7 @@ class ConvLSTM2D(nn.Module):
             outputs, state = self._step_by_step(inputs, given, mask)
         if self.stateful:  # cloned, because a view of the last state would keep all states in memory
             self.hidden_state, self.cell_state = (t.detach().clone() for t in state)
-        results = outputs[-1:] if last_only else outputs  # (T, N, ...), the order that the next layer reads
+        results = outputs[-1:] if last_only else outputs  # (T, N, ...), the memory order that the next layer needs
         hidden, cell = (self._as_given(t) for t in state)
         return results.transpose(0, 1), (hidden, cell)
 
@@ -220,9 +220,9 @@ class ConvLSTM2D(nn.Module):
         return torch.channels_last if self.data_format == LAST or x.is_cuda else torch.contiguous_format
 
     def _pads(self, sizes: Sequence[int]) -> tuple[Pair, Pair]:
-        """The rows and columns of zero padding before and after a frame.
+        """The zero padding of a frame: ((rows above, columns on the left), (rows below, columns on the right)).
 
-        If the total is odd, the additional row or column comes after the frame.
+        If a total is odd, the additional row is below, or the additional column on the right.
         """
         if self.padding == "valid":
             return (0, 0), (0, 0)
@@ -324,7 +324,8 @@ class ConvLSTM2D(nn.Module):
         channels, sizes = (x.shape[4], x.shape[2:4]) if self.data_format == LAST else (x.shape[2], x.shape[3:])
         if channels != self.in_channels or x.shape[1] == 0:
             raise ValueError(
-                f"ConvLSTM2D: frames must be {names} with C = {self.in_channels} and a time step, got {tuple(x.shape)}"
+                f"ConvLSTM2D: frames must be {names} with C = {self.in_channels} and at least one time step, got "
+                f"{tuple(x.shape)}"
             )
         spans = [(k - 1) * d + 1 for k, d in zip(self.kernel_size, self.dilation_rate, strict=True)]
         if min(sizes) == 0 or (self.padding == "valid" and any(n < k for n, k in zip(sizes, spans, strict=True))):
@@ -345,7 +346,8 @@ def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pai
 
     Both x and the result are channels last.
 
-    The rows of the matrices are padded to 16 bytes in half precision, so that tensor cores can load the rows.
+    The rows of the matrices are padded to a multiple of 8 values, which is 16 bytes in half precision, so that tensor
+    cores can load the rows.
     """
     height, width = kernel.shape[2:]
     if max(padding) > 0:

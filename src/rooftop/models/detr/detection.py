@@ -132,7 +132,7 @@ def detect(
         results += map(Detected, called, sizes, objects)
         if progress is not None:
             progress(f"searched {len(results)} of {len(found)}", done / len(found))
-    if progress is not None and done < len(found):  # the last photographs were skipped
+    if progress is not None and done < len(found):  # the last photographs cannot be read
         progress(f"searched {len(results)} of {len(found)}", 1.0)
     return results
 
@@ -181,7 +181,7 @@ def draw_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Im
 
 
 def _colour(label: int) -> tuple[int, int, int]:
-    """A light colour for a label; the hues of neighbouring labels differ by the golden ratio."""
+    """A light colour for a label. From one label to the next, the hue steps by the golden ratio around the circle."""
     return tuple(round(255 * part) for part in colorsys.hsv_to_rgb(label * 0.618034 % 1, 0.55, 1.0))  # type: ignore[return-value]
 
 

@@ -28,7 +28,7 @@ from rooftop.models.detr.assignment import assign_batched, assign_on_host
 from rooftop.models.detr.network import Predictions
 
 Target = Mapping[str, Tensor]
-OUTSIDE = 1e-3  # an edge may lie outside the image by this much, for rounding in half precision
+OUTSIDE = 1e-3  # an edge may lie outside by this share of the image's width or height: half precision rounds boxes
 
 
 class PaddedTargets(NamedTuple):

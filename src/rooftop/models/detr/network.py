@@ -405,7 +405,7 @@ class Detr(nn.Module):
         elif padding is None:
             batch, padding = pad_images(images)
             if all(image.shape == images[0].shape for image in images):
-                padding = None  # the list has no padding
+                padding = None  # all images have the same size, so none is padded
         else:
             raise ValueError("a padding mask is for a batch; a list of images gets its mask automatically")
         _check_batch(batch, padding)

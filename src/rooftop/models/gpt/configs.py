@@ -61,10 +61,10 @@ PRESETS: dict[str, GptConfig] = {
     "llama-1b": _llama(22, 2048, 32, 4, 5632, 2048),  # TinyLlama
     "llama-7b": _llama(32, 4096, 32, 32, 11008, 4096),  # Llama 2
     "llama-70b": _llama(80, 8192, 64, 8, 28672, 4096),  # Llama 2
-    # CodeGeeX's last layer, the "top query layer", computes its queries from learned vectors (2048, 5120) of the next
-    # position. In this config the last layer is like the other 39 layers, without these vectors. CodeGeeX's GELU,
-    # x sigmoid(1.702 x), is replaced by the tanh form. So this model has CodeGeeX's sizes and speed, but cannot load
-    # CodeGeeX's weights.
+    # CodeGeeX's last layer, the "top query layer", computes its queries from a learned vector of the next position. The
+    # table of these vectors is (2048, 5120). In this config the last layer is like the other 39 layers, without this
+    # table. CodeGeeX's GELU, x sigmoid(1.702 x), is replaced by the tanh form. So this model has CodeGeeX's sizes and
+    # speed, but cannot load CodeGeeX's weights.
     "codegeex-13b": GptConfig(
         vocabulary=52224,
         layers=40,

@@ -120,7 +120,7 @@ class _Sequence:
 
     @property
     def positions(self) -> int:
-        """Number of cache positions that the sequence needs. The last token is never read and needs no position."""
+        """Number of cache positions that the sequence needs. The last new token needs none, as it is never read."""
         return len(self.tokens) + self.budget - 1
 
 
@@ -256,8 +256,8 @@ class Generation:
             if token < 0:
                 narrow = f", or {self.dtype} is too narrow for them: try bfloat16 or float32"
                 raise FloatingPointError(
-                    f"generate: after {len(each.tokens) + each.count} tokens of prompt {each.index} the model gives "
-                    "NaN or infinity, so no token can be chosen: the weights are damaged"
+                    f"generate: after {len(each.tokens) + each.count} tokens of prompt {each.index} and its "
+                    "continuation the model gives NaN or infinity, so no token can be chosen: the weights are damaged"
                     f"{narrow if self.dtype == torch.float16 else ''}"
                 )
         for each, token in zip(members, tokens, strict=True):
@@ -281,7 +281,7 @@ class Generation:
     def _restart_counts(self) -> None:
         self.prompt_tokens, self.prefill_s, self.decode_s = 0, 0.0, 0.0
         self.steps: list[tuple[int, int]] = []
-        self._windowed: list[int] = []  # attended positions of each step, in layers with a window
+        self._windowed: list[int] = []  # for each step, the number of attended positions in a layer with a window
 
     # ---- computation -----------------------------------------------------------------------------------------------
 
@@ -352,8 +352,8 @@ class Generation:
     def _decode(self, count: int | None = None, windowed: int | None = None) -> None:
         """Run a decoding step: choose the next token of each row.
 
-        `count` is the number of positions of all rows, and `windowed` the number of positions within the window. Each
-        count is None if the host does not know it.
+        `count` is the number of positions that a layer without a window attends to, summed over the rows. `windowed` is
+        this sum for a layer with a window. Each is None if the host does not know it.
         """
         cache = self.cache.next(self._table, self._positions, count, windowed)
         places = self._positions.clamp(min=0)[:, None]  # (R, 1)

@@ -48,7 +48,7 @@ class OfPieces:
     shard: Shard
 
     def __call__(self, stream: Stream, tensor: Tensor, name: str, box: Boxes | None) -> Tensor:
-        """Fill the tensor; the box describes the shard."""
+        """Fill the tensor piece by piece. `box` is not used, because the shard has the box of each piece."""
         tensor.detach().zero_()
         for piece, part in self.shard.parts(tensor.detach()):
             self.rule(stream, part, name, piece.box)

@@ -370,7 +370,10 @@ class Gpt(nn.Module):
         return x, update
 
     def _length(self, input: Tensor) -> int:
-        """The length of the whole sequence; the input of a later stage may be only this rank's part of the sequence."""
+        """The number of positions on this context parallel rank.
+
+        The input of a later stage has only a part of these positions if sequence parallel ranks share them.
+        """
         return input.shape[1] * (1 if self.embedding is not None else place_in(self.split_along)[1])
 
     def _check(
@@ -425,8 +428,8 @@ class Gpt(nn.Module):
         if len(packing.held) != ranks or len(packing.held[index]) != length:
             here = len(packing.held[index]) if index < len(packing.held) else 0
             raise ValueError(
-                f"Gpt: the packing gives {len(packing.held)} ranks {here} positions each, but this model has {ranks} "
-                f"context parallel ranks and its input {length} positions"
+                f"Gpt: the packing is for {len(packing.held)} ranks and gives this rank {here} positions, but the "
+                f"model has {ranks} context parallel ranks and its input has {length} positions"
             )
         if packing.documents is not None and len(packing.documents.spans) != batch:
             raise ValueError(
@@ -517,10 +520,15 @@ def continue_greedily(model: Gpt, tokens: Tensor, count: int) -> Tensor:
     if model.training:
         raise ValueError("continue_greedily: the model is in training mode: call model.eval()")
     if tokens.dim() != 2 or tokens.shape[1] == 0 or count < 0:
-        raise ValueError(f"continue_greedily: expected tokens (B, S) and a count, got {tuple(tokens.shape)}, {count}")
+        raise ValueError(
+            "continue_greedily: expected tokens (B, S) with S of at least 1, and a count of at least 0, got "
+            f"{tuple(tokens.shape)} and {count}"
+        )
     end = tokens.shape[1] + count
     if end > model.config.positions:
-        raise ValueError(f"continue_greedily: {end} positions, but the model has {model.config.positions}")
+        raise ValueError(
+            f"continue_greedily: prompt and new tokens take {end} positions, but the model has {model.config.positions}"
+        )
     cache, step = Cache(end), tokens
     for _ in range(count):
         positions = torch.arange(cache.length, cache.length + step.shape[1], device=tokens.device)

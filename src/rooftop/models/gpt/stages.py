@@ -91,7 +91,7 @@ def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
     pairs = seen * (seen + 1) // 2 + (length - seen) * seen
     attention = 4 * config.query_width * pairs / length
     hidden = config.hidden * (3 if config.activation == "swiglu" else 2)
-    elements = 13 * config.width + hidden  # two norms with residuals and the rotation, then the activation
+    elements = 13 * config.width + hidden  # width: two norms with residuals, and the rotation; hidden: the activation
     slower = next(times for features, times in SLOWER_ATTENTION if config.head_features <= features)
     return 2 * config.layer_weights + slower * attention + FLOPS_OF_BYTE * ELEMENT * elements
 
@@ -133,7 +133,7 @@ def divided(
 
 
 def _neighbours(ends: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the divisions that result if one part of this division passes one item to another part."""
+    """Yield the divisions in which, compared with this one, one part has an item less and another part an item more."""
     sizes = [end - start for start, end in pairwise([0, *ends])]
     for giver, taker in permutations(range(len(sizes)), 2):
         if sizes[giver] > 1:

@@ -283,7 +283,10 @@ def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int
 
 
 def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[str, str], files: TensorFiles) -> None:
-    """Fill a tensor with rows of the whole tensor, from row `start` on; `source` lists the tensors with these rows."""
+    """Fill `place` with a part of the whole tensor that begins at index `start`.
+
+    The rows of the whole tensor are those of the files' tensors that `source` lists, in order.
+    """
     columns = None if place.dim() == 1 else (start[1], start[1] + place.shape[1])
     row = 0  # first row of the next file tensor
     for key, rows in zip(source.keys, source.rows, strict=True):

@@ -203,8 +203,8 @@ def write(cloud: Cloud, path: Path, palette: Sequence[Colour]) -> None:
 
 # ---- pictures --------------------------------------------------------------------------------------------------
 
-THICKNESS = 0.005  # radius of a drawn point in a cloud of 100,000 points and radius 1
-THICKEST = 0.02
+THICKNESS = 0.005  # diameter of a drawn point in a cloud of 100,000 points, as a share of the cloud's radius
+THICKEST = 0.02  # largest diameter, in clouds with few points
 SMALLEST, LARGEST = 0.9, 7.0  # smallest and largest radius of a point, in pixels of the finer picture
 FINER = 2  # supersampling factor: the picture is drawn with this many times the pixels per side, then averaged
 NIGHT = (16, 19, 26)
@@ -269,7 +269,10 @@ def from_above(xyz: Tensor, width: int, height: int) -> View:
 
 
 def _extent(xyz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the cloud's middle (3,), its longest direction (2,), and the radius in metres that contains most points."""
+    """Find the cloud's middle (3,), its longest horizontal direction (2,), and its radius.
+
+    The radius is the horizontal distance from the middle, in metres, within which 90% of the points lie.
+    """
     low, high = (xyz.kthvalue(_rank(len(xyz), share), 0).values for share in (0.1, 0.9))
     centre = (low + high) / 2
     flat = (xyz - centre)[:, :2]
@@ -280,7 +283,7 @@ def _extent(xyz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _radius(count: int) -> float:
-    """The drawn radius of a point; the radius is larger in clouds with fewer points."""
+    """The drawn radius of a point, as a share of the cloud's radius; it is larger in clouds with fewer points."""
     return min(THICKEST, THICKNESS * (1e5 / count) ** 0.5) / 2
 
 
@@ -372,7 +375,7 @@ def sheet(
 
 
 def _key(legend: Sequence[tuple[str, Colour]], width: int, line: int) -> Image.Image:
-    """Draw the legend, with lines of `line` pixels."""
+    """Draw the legend, with lines `line` pixels high."""
     font = ImageFont.load_default(0.6 * line)
     columns = max(
         1, min(len(legend), int(width / (1.6 * line + max((font.getlength(n) for n, _ in legend), default=1))))

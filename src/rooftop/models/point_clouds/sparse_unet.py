@@ -89,7 +89,9 @@ class MinkUNet(UShape):
         self, layers: Sequence[int], in_channels: int, num_classes: int, planes: Sequence[int] = MINK_PLANES
     ) -> None:
         if len(layers) != 2 * LEVELS or len(planes) != 2 * LEVELS:
-            raise ValueError(f"expected {2 * LEVELS} layers and planes, got {list(layers)} and {list(planes)}")
+            raise ValueError(
+                f"expected {2 * LEVELS} numbers in layers and in planes, got {list(layers)} and {list(planes)}"
+            )
         widths = [planes[0], *planes[:LEVELS]]  # channels of the stem and of each downsampling stage
         stem = nn.Sequential(unit(in_channels, widths[0], "level0"), unit(widths[0], widths[0], "level0"))
         encoder = [

@@ -124,7 +124,7 @@ def classify(
         results += map(Classified, called, guesses)
         if progress is not None:
             progress(f"classified {len(results)} of {len(found)}", done / len(found))
-    if progress is not None and done < len(found):  # the last photographs were skipped
+    if progress is not None and done < len(found):  # the last photographs cannot be read
         progress(f"classified {len(results)} of {len(found)}", 1.0)
     return results
 

@@ -171,7 +171,7 @@ def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str
 
 
 def _models_in(found: _Candidate) -> Iterator[_Candidate]:
-    """Split a state dict into models by prefix, each with its own keys."""
+    """Split a state dict into its models, by the prefixes of the keys; the prefixes are removed."""
     tensors = _unwrapped(found.tensors)
     prefixes = _prefixes(tensors)
     averaged = found.averaged or COUNT in tensors
@@ -186,7 +186,7 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
             own |= {key: value for key, value in others.items() if key not in own}
         around = [
             key for key in counts if prefix.startswith(key.removesuffix(COUNT))
-        ]  # prefixes of this model's averages
+        ]  # counters of the averages that contain this model
         if around:
             own = {key: value for key, value in own.items() if key not in around} | {COUNT: tensors[around[-1]]}
         mine = COUNT in own or AVERAGED.search(prefix) is not None or (averaged and not prefix.endswith(ONLINE))

@@ -168,8 +168,9 @@ def _swin(merging: int) -> tuple[Rename, ...]:
     )
 
 
-# Ignored tables: torchvision's index has other dimensions. Swin V2's table of coordinates is not ignored, because only
-# the shape of this table shows the window size.
+# Tables to ignore, because the model computes them itself. The model's index, like torchvision's, has shape (N * N,).
+# The index of these files has shape (N, N). Swin V2's table of coordinates is not ignored, because only the shape of
+# this table shows the window size.
 SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
 
 SWIN = (
