@@ -102,7 +102,7 @@ class Renderer:
         self._surfaces: Uploaded | None = None
         self._surfaces_of: tuple[object, ...] = ()
         self._memory: FrameMemory | None = None
-        self._direction: tuple[float, ...] = ()  # the result of `_toward_light` for `_light_of`
+        self._direction: tuple[float, ...] = ()  # the unit vector of `_light_of`
         self._light_of: object = None
         # used without lights and without materials; always the same objects, see `Launches`
         self._dark, self._plain = buffers.Lights(), Surfaces()
@@ -419,8 +419,8 @@ def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
     pages are chosen by these requests.
 
     Returns:
-        Whether the resident pages are the best that fit, so that loading more cannot help; and whether to test against
-        the previous frame.
+        Whether the resident pages are the most wanted ones that fit (`Pool.best_target`), so that loading more cannot
+        help; and whether to test against the previous frame.
     """
     target = pool.target()
     if target is None and not history:
