@@ -451,8 +451,8 @@ def _emitted(outputs: tuple[str, ...], scene: Scene) -> tuple[str, ...]:
 def _check_sizes(canvas: Canvas, instances: int) -> None:
     if max(canvas.texels, len(canvas.sizes) * instances) > MOST_THREADS:
         raise ValueError(
-            f"{len(canvas.sizes)} views of {canvas.texels:,} pixels and {instances:,} instances: a frame has at most "
-            "2^30 pixels, and 2^30 instances summed over its views; render fewer views at once"
+            f"{len(canvas.sizes)} views have {canvas.texels:,} pixels in all, and {instances:,} instances each: a "
+            "frame has at most 2^30 pixels, and 2^30 instances summed over its views; render fewer views at once"
         )
 
 

@@ -266,7 +266,7 @@ class _Upload:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def put(self, count: int, slot: int) -> None:
-        """Copy the first words of the buffer into a slot; return when the copy has ended."""
+        """Copy the first `count` words of the buffer into a slot; return when the copy has ended."""
         target = self.words[slot * SLOT_WORDS : slot * SLOT_WORDS + count]
         if self.stream is None:
             target.copy_(self.staged[:count])
