@@ -83,7 +83,7 @@ def test_sums_of_different_sites() -> None:
     for wrong, message in (
         ((), "at least one tensor"),
         ((x, x.replace_feature(x.features[:, :3])), "same channels"),
-        ((x, SparseConvTensor(x.features, x.indices, (6, 6), 2)), "the same grid and batch, got .*5 x 6.*6 x 6"),
+        ((x, SparseConvTensor(x.features, x.indices, (6, 6), 2)), "the same grid and batch size, got .*5 x 6.*6 x 6"),
     ):
         with pytest.raises(ValueError, match=message):
             functional.sparse_add(*wrong)

@@ -475,7 +475,7 @@ WRONG_SIZES: list[tuple[dict[str, Any], str]] = [
     ({"subm": True, "ksize": 2}, r"ksize must be odd, got \(2, 2\)"),
     ({"subm": True, "stride": 2}, r"stride must be 1, got \(2, 2\)"),
     ({"subm": True, "transpose": True}, "submanifold or transposed, not both"),
-    ({"spatial_shape": (2**31, 2**31), "batch_size": 4}, r"exceeds 2\^63 cells"),
+    ({"spatial_shape": (2**31, 2**31), "batch_size": 4}, r"is 2\^63 cells or more"),
 ]
 
 

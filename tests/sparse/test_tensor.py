@@ -211,7 +211,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"spatial_shape": [0, 4]}, ValueError, "spatial_shape must be at least 1"),
     ({"spatial_shape": [3.7, 4]}, TypeError, r"spatial_shape must be an integer in each dimension, got 3\.7"),
     ({"spatial_shape": "34"}, TypeError, "spatial_shape must be an integer in each dimension, got '3'"),
-    ({"spatial_shape": [2**31, 2**31]}, ValueError, r"times batch_size 3 exceeds 2\^63 cells"),
+    ({"spatial_shape": [2**31, 2**31]}, ValueError, r"times batch_size 3 is 2\^63 cells or more"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
     ({"batch_size": 2.5}, TypeError, r"batch_size must be an integer, got 2\.5"),
     ({"batch_size": None}, TypeError, "batch_size must be an integer, got None"),

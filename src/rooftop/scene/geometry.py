@@ -327,7 +327,8 @@ class Geometry:
         return int(struct.unpack_from("<i", self._data, at)[0])
 
     def _check_table(self, start: int, length: int, table: int) -> None:
-        """Check that the offsets and lengths of pages are aligned, in ascending order, and within the section."""
+        """Check the offsets and lengths in the page table: pages are aligned, have a possible length, and follow one
+        another in the section without overlap."""
         ends = np.append(start, self.page_offsets + self.page_lengths)
         least = 4 * (layouts.PAGE_WORDS + layouts.GROUP_WORDS + layouts.HEAD_WORDS + layouts.NEW_WORDS + 1)
         fits = (self.page_offsets % 16 == 0) & (self.page_offsets >= ends[:-1]) & (ends[1:] <= start + length)

@@ -14,10 +14,10 @@ VERSIONS = (1, 2, 3, 4)
 VERSION = 4  # the version that is written
 PAGE_BYTES = 128 << 10  # maximum size of a page
 
-# Fields are as in docs/scene-format.md. HEADER: magic, version, sections, length of the file, CRC-32 of the table,
-# zero. SECTION: name, offset, length, CRC-32, zero. PAGE_ENTRY: offset, length and CRC-32 of a page. The section
-# "needs" lists the pages that each page needs: pages + 1 uint32 with the start of each list and the end of the last,
-# then all lists.
+# Fields are as in docs/scene-format.md. HEADER: magic, version, number of sections, length of the file, CRC-32 of the
+# section table, zero. SECTION: name, offset, length, CRC-32, zero. PAGE_ENTRY: offset, length and CRC-32 of a page. The
+# section "needs" lists the pages that each page needs: pages + 1 uint32 with the start of each list and the end of the
+# last list, counted in entries from the first list; then all lists, with a uint32 for each entry.
 HEADER, HEADER_BYTES = "<8sIIQII", 32
 SECTION, SECTION_BYTES = "<8sQQII", 32
 PAGE_ENTRY = [("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")]
@@ -56,7 +56,7 @@ CLUSTER_SPHERE = 0
 CLUSTER_ERROR = 4
 CLUSTER_BASE = 5  # 3 int32: grid coordinates of the lowest corner of the cluster's box
 CLUSTER_EXTENT = 8  # 3 uint32: size of the box; a stored coordinate has as many bits as the size along the same axis
-CLUSTER_EDGE = 11  # before version 4, float32: the longest edge
+CLUSTER_EDGE = 11  # before version 4, float32: the cluster's longest edge, in object units
 CLUSTER_COUNTS = 12  # triangles - 1 (8 bits), vertices - 1 (8), bits of a reference (8), level (8), from the lowest bit
 CLUSTER_STREAMS = 13  # the start of the cluster's streams, in words from the page's beginning
 CLUSTER_GROUP = 14  # before version 4: the cluster's group, within the page
@@ -81,7 +81,7 @@ HEAD_BOX = 4  # for each axis, BOX_BITS: bit length of the extent (5), and the M
 BOX_BITS, MANTISSA_BITS = 9, 4  # 4 bits of mantissa: a box is at most 1/16 wider than its cluster
 # further bits of HEAD_BOX: bits of a reference - 1 (3), whether there is a third mask (1)
 HEAD_REFERENCE_AT, HEAD_EXPLICIT_AT = 27, 30
-HEAD_STREAMS = 5  # the start of the streams (15 bits), whether the cluster is MIXED (1), the cluster's material (16)
+HEAD_STREAMS = 5  # same as CLUSTER_STREAMS (15 bits), whether the cluster is MIXED (1), the cluster's material (16)
 HEAD_SPHERE, HEAD_ERROR, HEAD_SOURCE = 6, 10, 11  # same as CLUSTER_SPHERE, ...; only in pages with PAGE_REPLACES
 # Normals take one word: the lowest value of each of the two numbers (NORMAL_BITS each), and the bit widths of the
 # offsets from these values (4 each). Texture coordinates take three words: the lowest u and v, and the bit widths of

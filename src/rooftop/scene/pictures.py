@@ -263,7 +263,7 @@ def _ramp(share: Tensor) -> Tensor:
     return _oklch(0.28 + 0.67 * share, 0.10 + 0.06 * torch.sin(math.pi * share), 280 + 175 * share)
 
 
-# Matrix from Oklab's cone responses (the cubes) to linear red, green and blue.
+# Matrix from the cubes of Oklab's cone responses to linear red, green and blue.
 TO_RGB = (
     (4.0767416621, -3.3077115913, 0.2309699292),
     (-1.2684380046, 2.6097574011, -0.3413193965),

@@ -110,8 +110,8 @@ def check_cells(what: str, shape: Sequence[int], batch_size: int) -> None:
     """Raise `ValueError` if a grid has more cells than keys can number."""
     if batch_size * math.prod(shape) > NO_KEY:
         raise ValueError(
-            f"{what} {tuple(shape)} times batch_size {batch_size} exceeds 2^63 cells, more than int64 keys can "
-            "number: shift the coordinates to start near 0 and pass the smallest shape that contains them"
+            f"{what} {tuple(shape)} times batch_size {batch_size} is 2^63 cells or more, too many for int64 keys: "
+            "shift the coordinates to start near 0 and pass the smallest shape that contains them"
         )
 
 

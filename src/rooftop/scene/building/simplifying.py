@@ -47,7 +47,8 @@ CELL_SEARCH = 10  # steps of the binary search for the cell size
 VERTICES_USED = 0.9
 # weight of colours: black instead of white counts as much as moving a vertex by this many mean edge lengths
 COLOR_EDGES = 0.5
-# weight of uv: moving the texture by one edge counts as much as moving a vertex by this many mean edge lengths
+# weight of uv: shifting the texture along the surface by the mean edge length counts as much as moving a vertex by this
+# many mean edge lengths
 UV_EDGES = 0.25
 
 
@@ -165,7 +166,7 @@ def _shrunk(kept: Corners, before: int) -> bool:
 def _attempt(
     mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.bool_], targets: Ints | None = None
 ) -> list[tuple[Corners, float]]:
-    """Simplify each group by one method; return its remaining triangles and the error.
+    """Simplify each group with meshoptimizer; return the remaining triangles and the error of each group.
 
     Args:
         mesh, corners, counts, locked: as for `simplify`.
@@ -227,8 +228,9 @@ def _together(columns: list[npt.NDArray[Any]]) -> Floats:
 def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_]) -> tuple[Corners, float]:
     """Merge the vertices in each grid cell into the first one, except for locked vertices. The merge ignores topology.
 
-    The cells have the smallest size that leaves at most half the triangles. No point of the surface moves farther than
-    a corner of its triangle, so the error is exact.
+    A binary search finds the smallest cells that leave at most `_target` triangles. The error is the largest distance
+    that a vertex moves. No point of the surface moves farther than a corner of its triangle, so the error needs no
+    SAFETY.
     """
     places, at = np.unique(vertices.place[corners], return_inverse=True)
     at = at.reshape(-1, 3)

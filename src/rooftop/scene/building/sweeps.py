@@ -23,8 +23,8 @@ from rooftop.scene.building.ragged import starts_of
 
 Ints = npt.NDArray[np.int64]
 
-# Sweep directions, as factors of the two longest axes of the box around a cluster. The best direction is used for each
-# cluster.
+# Sweep directions, as factors of the two longest axes of the box around a cluster. For each cluster, `_rank` chooses
+# the direction whose ranks differ least within a triangle: the largest such difference in the cluster is smallest.
 WAYS = np.array([(1.0, 0.1), (1.0, 0.5), (1.0, -0.5), (0.1, 1.0)])
 KEY_BITS, VERTEX_BITS, TRIANGLE_BITS = 28, 8, 7
 LAST_PLACE = (1 << TRIANGLE_BITS) - 1
@@ -89,8 +89,8 @@ def _sweep(points, first, keys):  # type: ignore[no-untyped-def]
 
 @loop(array("int64", 2), array("int64"), array("int64"), array("uint8", 2), output("uint8", 2), output("int64"))
 def _rank(vertex_keys, first, starts, corners, ranks, keys):  # type: ignore[no-untyped-def]
-    """Compute the ranks of the triangles' corners along the best sweep, and the keys by which triangles are sorted:
-    cluster, ranks from the last vertex to the first, triangle.
+    """Choose each cluster's sweep direction. Compute the ranks of the triangles' corners along it, and the keys by
+    which triangles are sorted: cluster, ranks from the last vertex to the first, triangle.
 
     Args:
         vertex_keys: (WAYS, N), sorted.
@@ -169,7 +169,8 @@ def _fan(keys, starts, ranks, order, in_fans):  # type: ignore[no-untyped-def]
             while end < count and most[end] == most[begin]:
                 end += 1
             # A triangle may introduce a vertex that no earlier fan used. Triangles with such a vertex come last in
-            # their fan, in reverse order: the first introduces the vertex, and the next continues around it.
+            # their fan, and go clockwise around its vertex, not counterclockwise like the triangles before them: the
+            # first introduces the new vertex, and the next continues from there.
             for row in range(begin, end):
                 late[row] = appears[before[row]] == most[row] or appears[after[row]] == most[row]
                 previous[row], head[row], place[row] = -1, row, 0

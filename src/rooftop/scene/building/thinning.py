@@ -34,8 +34,11 @@ Floats = npt.NDArray[np.float64]
 SEEN = 1.75  # error of a part that replaces two parts, in units of half its width
 MOST_GROWTH = 4.0  # growth of a part's area in one round; without a limit, a needle would grow forever
 FAR_LARGER = 4.0  # the larger part of a pair stays if its area exceeds this many times its neighbour's
-LIKE = 2.0  # a pair with an error above this many times the median, such as a leaf and a trunk, is not merged
-MISSING = 0.05  # simplification may completely remove parts with at most this share of the area of all parts
+# a pair whose error is above this many times the median error of all pairs, such as a leaf and a trunk, is not merged
+LIKE = 2.0
+# the simplification of a group is rejected if the parts that it removes completely have, together, this share of the
+# area of all parts or more
+MISSING = 0.05
 LARGE_PARTS = 16  # parts need not grow if half their width is at least this many times the error
 UNCHANGED = 0.01  # a part that would grow by less than this share of its area does not change
 # number of rounds in which parts grow and are then moved back into the group's box; each round regains area that the
@@ -366,7 +369,7 @@ class _Room:
     Attributes:
         middle: middle of the box around the group.
         half: (3,) half of the box's extent.
-        radius: radius of the sphere around all points.
+        radius: radius of the sphere around all points of the group; its centre is `middle`.
         parts: (N,) the part of each point.
         most: (P, 3) the maximum extent of parts along each axis.
     """

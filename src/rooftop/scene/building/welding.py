@@ -18,7 +18,7 @@ from rooftop.scene.building.workers import ALONE, Stage, Workers, chunks, shared
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.uint32]
 
-PART = 1 << 17  # approximate number of rows of a part
+PART = 1 << 17  # rows are divided by their hashes into parts: the approximate number of rows of a part
 NO_CORNER = (1 << 32) - 1
 
 

@@ -227,7 +227,8 @@ class Team:
         self, stages: Sequence[tuple[Call, Sequence[Any]]], count: int, state: Any, what: str,
         done: Callable[[int], None] | None,
     ) -> list[Any]:  # fmt: skip
-        """Run on `count` processes, or on all existing processes if these are more than `count`."""
+        """Run the stages on the existing processes if these are `count` or more and know all functions of the stages;
+        if not, on `count` new processes."""
         new = [work for work, _ in stages if work not in self._calls]
         inherited = None  # data that newly forked processes already have
         if new or self._processes is None or self._processes.count < count:

@@ -15,8 +15,8 @@ import warp as wp
 class Resident:
     """The scene on the device: meshes and instances."""
 
-    words: wp.array(dtype=wp.int32)  # the pages of all meshes, concatenated, or the slots of a pool
-    page_at: wp.array(dtype=wp.int64)  # (pages,) the start of each page; -1: the page is not in the pool
+    words: wp.array(dtype=wp.int32)  # the pages of all meshes, concatenated; with a pool, its slots
+    page_at: wp.array(dtype=wp.int64)  # (pages,) the index of each page's first word in `words`; -1: not in the pool
     nodes: wp.array3d(dtype=wp.int32)  # (nodes, 8, 16): the trees of all meshes; nodes are numbered per mesh
     # (meshes, 4), columns: first node, first page, attribute bits (HAS_NORMALS, ...), 0
     mesh: wp.array2d(dtype=wp.int32)
@@ -67,7 +67,7 @@ class Frame:
     instances: wp.int32
     cameras: wp.int32  # number of camera views; only these have a previous frame and outputs
     pixel_error: wp.float32  # allowed error of a surface, in pixels
-    # For each pair, the transform from the mesh's grid origin to the view: written by init_context, read by all stages.
+    # For each pair, the transform from mesh space to the view's space: written by init_context, read by all stages.
     to_view: wp.array2d(dtype=wp.float32)  # (pairs, 12)
     before: wp.array2d(dtype=wp.float32)  # (pairs, 12), `to_view` in the previous frame
     # Lists of the culling stages. An entry is pair << 32 | item.
@@ -80,12 +80,12 @@ class Frame:
     groups: wp.array(dtype=wp.int64)  # children that are groups: node * 8 + slot (level_cull -> level_cull)
     # visible clusters of a pass, in any order: page << 11 | cluster (level_cull -> sort_clusters)
     found: wp.array(dtype=wp.int64)
-    # (2, room): visible clusters of each pass, in order (sort_clusters -> rasterize)
+    # (2, room): visible clusters of each pass, in ascending order of their entries (sort_clusters -> rasterize)
     visible: wp.array2d(dtype=wp.int64)
     hidden_instances: wp.array(dtype=wp.int64)  # instances hidden in the first pass (first pass -> second pass)
     hidden_children: wp.array(dtype=wp.int64)  # children hidden in the first pass, encoded as in `groups`
     hidden_clusters: wp.array(dtype=wp.int64)  # clusters hidden in the first pass, encoded as in `visible`
-    # (2 * room,): visible clusters of both passes, in order (rasterize -> later stages)
+    # (2 * room,): visible clusters of both passes together, in ascending order (rasterize -> later stages)
     drawn: wp.array(dtype=wp.int64)
     # (2 * room, 16): records (records.py) of the clusters in `drawn` (rasterize -> later stages)
     records: wp.array2d(dtype=wp.int32)

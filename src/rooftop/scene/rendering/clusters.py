@@ -102,7 +102,7 @@ class Cluster:
     uv_base: wp.vec2i
     uv_bits: wp.vec2i
     color_bits: wp.int32  # bits of a vertex's colour; 0 if the mesh has no colours
-    # The start of each stream.
+    # The index of each stream's first word in `Resident.words`.
     masks: wp.int64
     references: wp.int64
     positions: wp.int64

@@ -17,8 +17,8 @@ from rooftop.scene.rendering.canvases import MOST_THREADS, Canvas
 
 LAST = torch.iinfo(torch.int64).max  # this value is larger than every entry, so it sorts last
 EMPTY = -1  # marks an element of the queue that has no entry yet
-# Initial capacities of the lists. A frame that needs a larger list is drawn again, with twice the capacity that the
-# frame needs.
+# Initial capacities of the lists. A frame that needs a larger list is drawn again; the list's new capacity is twice the
+# number of entries that the frame needs, rounded up to a power of two.
 ROOM = {
     "nodes": 1 << 12,
     "groups": 1 << 12,
@@ -166,8 +166,8 @@ class FrameMemory:
             needed, most = max(of_list(counters)), MOST_THREADS // THREADS_OF_AN_ENTRY.get(name, 1)
             if needed > most:
                 raise ValueError(
-                    f"a frame of more than {most:,} {name.replace('_', ' ')}: render fewer views at a time, or allow a "
-                    "larger pixel_error"
+                    f"a frame needs more than {most:,} entries in its list {name!r}: render fewer views at a time, or "
+                    "allow a larger pixel_error"
                 )
             if needed > room[name]:
                 room[name] = min(1 << (2 * needed - 1).bit_length(), most)

@@ -102,7 +102,7 @@ class Renderer:
         self._surfaces: Uploaded | None = None
         self._surfaces_of: tuple[object, ...] = ()
         self._memory: FrameMemory | None = None
-        self._direction: tuple[float, ...] = ()  # the result of `_toward_light` for `_light_of`
+        self._direction: tuple[float, ...] = ()  # the unit vector of `_light_of`
         self._light_of: object = None
         # used without lights and without materials; always the same objects, see `Launches`
         self._dark, self._plain = buffers.Lights(), Surfaces()
@@ -419,8 +419,8 @@ def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
     pages are chosen by these requests.
 
     Returns:
-        Whether the resident pages are the best that fit, so that loading more cannot help; and whether to test against
-        the previous frame.
+        Whether the resident pages are the most wanted ones that fit (`Pool.best_target`), so that loading more cannot
+        help; and whether to test against the previous frame.
     """
     target = pool.target()
     if target is None and not history:
@@ -451,8 +451,8 @@ def _emitted(outputs: tuple[str, ...], scene: Scene) -> tuple[str, ...]:
 def _check_sizes(canvas: Canvas, instances: int) -> None:
     if max(canvas.texels, len(canvas.sizes) * instances) > MOST_THREADS:
         raise ValueError(
-            f"{len(canvas.sizes)} views of {canvas.texels:,} pixels and {instances:,} instances: a frame has at most "
-            "2^30 pixels, and 2^30 instances summed over its views; render fewer views at once"
+            f"{len(canvas.sizes)} views have {canvas.texels:,} pixels in all, and {instances:,} instances each: a "
+            "frame has at most 2^30 pixels, and 2^30 instances summed over its views; render fewer views at once"
         )
 
 

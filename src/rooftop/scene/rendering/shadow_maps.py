@@ -136,8 +136,8 @@ class ShadowMaps:
             ends = np.cumsum([size * size for size in sizes], dtype=np.int64)
             if ends[-1] > MOST_THREADS:
                 raise ValueError(
-                    f"{len(sizes)} shadow maps have {ends[-1]:,} texels: a frame has at most 2^30 of them; give the "
-                    "lights a smaller size or fewer cascades, or render fewer cameras at once"
+                    f"{len(sizes)} shadow maps have {ends[-1]:,} texels: a frame has at most 2^30 of these texels; "
+                    "give the lights a smaller size or fewer cascades, or render fewer cameras at once"
                 )
             self._sizes, self._drawn, self._lights, self._staged = sizes, [None] * len(sizes), (), None
             self._depths = torch.empty(int(ends[-1]), dtype=torch.float32, device=self.device)

@@ -41,7 +41,7 @@ MOST_MERGED = 4  # maximum number of pages that one system call reads
 
 # Outcomes of a request, as in `page_reader.cpp`.
 READ, UNREADABLE, CUT_OFF, CHANGED, NOT_COPIED = range(5)
-RESULT_COLUMNS = 4  # columns of a result: page, bytes, outcome, error code
+RESULT_COLUMNS = 4  # columns of a result: page, number of bytes read, outcome, error code
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class _Upload:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def put(self, count: int, slot: int) -> None:
-        """Copy the first words of the buffer into a slot; return when the copy has ended."""
+        """Copy the first `count` words of the buffer into a slot; return when the copy has ended."""
         target = self.words[slot * SLOT_WORDS : slot * SLOT_WORDS + count]
         if self.stream is None:
             target.copy_(self.staged[:count])
@@ -279,7 +279,8 @@ class _Upload:
 
 
 def _read(words: npt.NDArray[np.int32], file: int, start: int, length: int, checksum: int) -> tuple[int, int, int]:
-    """Read a page into memory and check its checksum; return its bytes, the outcome, and the system's error code."""
+    """Read a page into memory and check its checksum; return the number of bytes read, the outcome, and the system's
+    error code."""
     into, held = words.data.cast("B")[:length], 0
     while held < length:
         try:

@@ -165,7 +165,8 @@ class _Victims:
         self.next = 0
 
     def take(self, count: int, pixels: float, keep: Collection[int]) -> Ints | None:
-        """The next `count` pages to evict; None if fewer may be evicted for a page with these pixels."""
+        """The next `count` pages to evict for a page whose absence causes an error of `pixels`; None if fewer may be
+        evicted for it."""
         found: list[int] = []
         at = self.next
         while len(found) < count and at < len(self.pages):

@@ -12,7 +12,8 @@ from rooftop.scene.rendering import buffers
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 COUNTERS = 2 * buffers.PASS  # number of counters of a frame; they come first in an answer
-# positions in an answer after the counters: three numbers, then the start of the list of pairs (LIST)
+# positions in an answer after the counters: the number of wanted pages, the number of wanted pages that are absent,
+# `Requests.refused`, and the start of the list of pairs
 WANTED, MISSING, REFUSED, LIST = (wp.constant(COUNTERS + place) for place in range(4))
 LISTED = 1024  # maximum number of absent pages that an answer lists; if there are more, the host reads all of `wanted`
 OLDEST = wp.constant(2**30)

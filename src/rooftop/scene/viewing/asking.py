@@ -12,7 +12,7 @@ from rooftop.scene.arguments import MAX_SIDE
 from rooftop.scene.viewing.viewpoints import Viewpoint, checked_moves, finite_numbers
 from rooftop.words import did_you_mean
 
-MOST_PIXELS = 2**25  # maximum number of pixels of a picture: 7680 x 4320
+MOST_PIXELS = 2**25  # maximum number of pixels of a picture: enough for 7680 x 4320
 MOST_PIXEL_ERROR = 1e6
 TAB_LETTERS = 64
 FORMATS = ("jpeg", "png")
