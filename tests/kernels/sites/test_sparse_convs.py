@@ -590,7 +590,7 @@ LISTS = (torch.zeros(2, 3, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int
         ({"neighbours": LINE.to("meta")}, ValueError, "features is on cpu, neighbours on meta"),
         ({"weight": torch.zeros(2, 4)}, ValueError, r"expected features \(N, C\) and weight \(O, \*kernel, C\)"),
         ({"weight": torch.zeros(2, 3, 5)}, ValueError, r"got \(3, 4\) and \(2, 3, 5\)"),
-        ({"weight": torch.zeros(2, 0, 4)}, ValueError, "expected a window of at least 1"),
+        ({"weight": torch.zeros(2, 0, 4)}, ValueError, "expected at least one tap"),
         ({"neighbours": LINE[:, :2]}, ValueError, r"expected neighbours \(M, 3\), a column for each tap"),
         ({"bias": torch.zeros(3)}, ValueError, r"expected bias of shape \(2,\), got \(3,\)"),
         ({"reverse": LINE[:2]}, ValueError, r"expected reverse of shape \(3, 3\), got \(2, 3\)"),
