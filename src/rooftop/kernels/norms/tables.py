@@ -95,7 +95,7 @@ BACKWARD = (
     BackwardConfig(columns=16384, rows=1, block=4096, warps=16, programs_per_sm=1, stages=1, again=True),
 )
 
-# For half precision rows of up to 65536 elements whose length is a multiple of 16 bytes: reading a row once, and
+# For half precision rows of 32769 to 65536 elements whose length is a multiple of 16 bytes: reading a row once, and
 # keeping it in registers, is faster than reading it twice.
 FORWARD_HELD = ForwardConfig(columns=65536, rows=1, block=16384, warps=32)
 
