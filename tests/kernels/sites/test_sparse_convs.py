@@ -596,7 +596,7 @@ LISTS = (torch.zeros(2, 3, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int
         ({"reverse": LINE[:2]}, ValueError, r"expected reverse of shape \(3, 3\), got \(2, 3\)"),
         ({"order": torch.arange(4)}, ValueError, r"expected order of shape \(3,\), got \(4,\)"),
         ({"reverse_order": torch.arange(2)}, ValueError, r"expected reverse_order of shape \(3,\), got \(2,\)"),
-        ({"pairs": (LINE, LISTS[1])}, ValueError, r"expected pairs\[0\] of shape \(2, 3, P\), got \(3, 3\)"),
+        ({"pairs": (LINE, LISTS[1])}, ValueError, r"expected pairs\[0\] of shape \(2, 3, P\) for any P, got \(3, 3\)"),
         ({"pairs": (LISTS[0], LISTS[1][:2])}, ValueError, r"expected pairs\[1\] of shape \(3,\), got \(2,\)"),
         ({"pair_count": -2}, ValueError, "pair_count must be None or a number of pairs, got -2"),
         ({"pair_count": 1.5}, ValueError, "pair_count must be None or a number of pairs, got 1.5"),
