@@ -388,7 +388,7 @@ def check_norm(
         raise TypeError(f"{name}: expected residual of {input.dtype}, like input, got {residual.dtype}")
     if residual is not None and residual.shape != input.shape:
         like, got = tuple(input.shape), tuple(residual.shape)
-        raise ValueError(f"{name}: expected residual of shape {like} as input, got {got}")
+        raise ValueError(f"{name}: expected residual of shape {like}, like input, got {got}")
     return shape
 
 
