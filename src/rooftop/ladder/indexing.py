@@ -134,7 +134,7 @@ def predicted(layout: Layout, c: Tensor) -> str:
         share = warps_with_work(layout, rows, columns, capability, units)
     except ImportError:
         return ""
-    except ValueError:  # a multiprocessor that `occupancy` does not know
+    except ValueError:  # `occupancy` does not know this compute capability
         return f"{where}: {sectors(layout, columns)} sectors a warp"
     return f"{where}: {sectors(layout, columns)} sectors a warp, {percent_text(100 * share)} of the warps"
 

@@ -19,11 +19,12 @@ from rooftop.launch.numba_loops import numba_works
 
 LINE_BYTES = 64  # bytes of a cache line on every x86 and most ARM processors
 CHAINS = (1, 2, 4, 8, 16)
-# The array for DRAM is this many times as large as the last-level cache, so the cache serves at most 1/4 of the loads.
+# The array for DRAM is this many times as large as the last-level cache, so the cache serves at most 1/4 of the loads,
+# unless MOST_BYTES limits the array.
 BEYOND = 4
 LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20  # limits of the size of the array for DRAM
-# Hops of a sample, on one core and in threads: few, so that some samples are undisturbed. Starting the threads takes
-# less time than these hops.
+# Hops of each chain in a sample, with one thread and with several threads. The hops are few, so that some samples are
+# undisturbed, but take longer than starting the threads.
 HOPS, HOPS_IN_THREADS = 2_000, 20_000
 READ_BYTES = 8 << 20  # bytes that a thread reads in one call: reading them takes longer than starting the thread
 SECONDS = 0.15

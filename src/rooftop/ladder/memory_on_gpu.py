@@ -23,7 +23,7 @@ from rooftop.ladder.rungs import kernel
 FILE = "memory.cu"
 LINE_BYTES = 128
 THROUGH_L1, FROM_L2 = 0, 1
-NEAR_BYTES = 16 << 10  # bytes of shared memory, and of L1, from which one block loads
+NEAR_BYTES = 16 << 10  # for the levels of shared memory and of L1: bytes from which one block loads
 MOST_FAR_BYTES, HOST_BYTES = 1 << 30, 64 << 20
 BEYOND = 8  # for the level of device memory: size of the memory to load from, as a multiple of L2's size
 FMA_BYTES = 16  # a multiply-add reads three registers of 4 bytes and writes one
@@ -183,8 +183,8 @@ Measured = tuple[Chain, int, Stream, int]
 
 
 def _levels(device: torch.device, units: int, l2: int, far: int) -> dict[str, Callable[[], Measured]]:
-    """The levels, the nearest first. Each level has a chain and its number of hops, a stream, and the size in bytes of
-    the memory that they read."""
+    """A function for each level, the nearest level first. The function returns a chain, the chain's number of hops, a
+    stream, and the size in bytes of the memory that the chain reads."""
     wide = 2 * units  # two blocks of 1,024 threads per multiprocessor, which holds no more
 
     def registers() -> Measured:

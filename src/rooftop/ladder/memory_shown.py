@@ -145,8 +145,8 @@ def _power(exponent: int) -> str:
 
 
 def _law(climb: MemoryClimb) -> Any:
-    """A chart of the measured rate by bytes in flight, with a line for each parallelism and the line of Little's
-    law."""
+    """A chart of the measured rate by bytes in flight, with a line for each parallelism (number of threads), and a line
+    for Little's law."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure()

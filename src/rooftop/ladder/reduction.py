@@ -20,7 +20,9 @@ FILE = "reduction.cu"
 BLOCK = 256  # threads
 RESIDENT = 8  # this many blocks of 256 threads fill a multiprocessor, which holds 2,048 threads
 FLIGHT = 4
-LARGEST = 4  # largest magnitude of the elements: the sum of 2^30 of them is far below 2^24 (their signs are random)
+# Largest magnitude of the elements, which are integers. Their signs are random, so the sum of 2^30 elements is far
+# below 2^24, and float32 represents all sums exactly.
+LARGEST = 4
 DIVERGENT, NEIGHBOURED, SEQUENTIAL = "interleaved pairs, divergent", "interleaved pairs, neighbouring threads", "halves"
 UNROLLED = {unroll: f"{unroll} elements a thread" for unroll in (2, 4, 8)}
 TEMPLATES, SHUFFLE, ONE_PASS = "loops unrolled by templates", "warp shuffles", "16-byte loads, one pass"

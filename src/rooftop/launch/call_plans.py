@@ -17,8 +17,9 @@ from rooftop.launch.known_calls import Memory, Step, Zeros
 from rooftop.launch.lessons import ANY, Called, Lesson, Part, Varied
 from rooftop.launch.row_counts import Code, codes_of, value_of
 
-ALLOCATED = -1  # in place of a number of counters: the plan allocates the memory
-NOT_ALLOCATED = -2  # likewise: an operator of PyTorch allocates the memory, or nothing uses it
+# Values in place of the number of counters, for memory that has no counters:
+ALLOCATED = -1  # the plan allocates the memory
+NOT_ALLOCATED = -2  # an operator of PyTorch allocates the memory, or nothing uses it
 
 
 class Unplanned(Exception):

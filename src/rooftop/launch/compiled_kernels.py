@@ -22,7 +22,7 @@ the constants.
 """
 
 _NUMBERS = frozenset((float, bool))  # Triton does not specialize on values of these types
-_SMALL = 1 << 31  # integers below this value are 32-bit integers in a kernel
+_SMALL = 1 << 31  # integers from -2^31 to 2^31 - 1 have 32 bits in a kernel
 _runtime: Any = None  # Triton's settings, once Triton is imported
 
 

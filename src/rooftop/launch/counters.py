@@ -63,7 +63,7 @@ def _stream_zeros(device: torch.device, stream: int) -> Tensor:
             if device not in _of_graphs:
                 _of_graphs[device] = _Captured(torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device))
                 if device.type == "cuda":
-                    # needed only at the first allocation: afterwards, graphs on any stream can use the zeros
+                    # wait until the zeros are written, so that graphs on any stream can use them; once per device
                     torch.cuda.current_stream().synchronize()
             _of_stream[device, stream] = zeros
     return zeros

@@ -227,7 +227,7 @@ class Extension:
         text = json.dumps([self._command(partial), *map(str, (partial, self.path, self.failed, building))])
         quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         with building.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the new process holds the lock until it ends, even if it is killed
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the new process inherits the lock, until it ends or is killed
             command, held = [sys.executable, "-c", _BUILDER, text], (lock.fileno(),)
             return subprocess.Popen(command, start_new_session=True, pass_fds=held, **quiet)
 

@@ -316,7 +316,7 @@ class Kernel:
             ):
                 self._allow_large_clusters(device)
             settings = {"block": block, "shmem_size": shared_bytes, "is_cooperative": cooperative}
-            if cluster is not None:  # `cuda.core` counts the grid in clusters
+            if cluster is not None:  # `cuda.core` expects the numbers of clusters as the grid
                 sizes = _three(self.name, "cluster", cluster, least=1)
                 settings["cluster"] = sizes
                 blocks = tuple(n // size for n, size in zip(blocks, sizes, strict=True))  # type: ignore[assignment]
@@ -414,8 +414,8 @@ def _current_stream(device: int) -> Any:
 
 
 def _bind_context(device: int) -> None:
-    """Create a CUDA context for this thread. Calls of the CUDA runtime create a context, but launches through the
-    driver do not.
+    """Make the device's CUDA context current in this thread. Calls of the CUDA runtime do this by themselves, but
+    launches through the driver do not.
     """
     if not getattr(_thread, "bound", False):
         nvrtc.require_cuda_core().Device(device).set_current()

@@ -27,7 +27,7 @@ _NO_TENSORS = frozenset(
 # Looked up once, because every call uses these functions.
 _include_set = torch._C._dispatch_tls_local_include_set
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
-# dispatch key of `is_grads_batched`; `torch.func` uses another key
+# the dispatch key that autograd sets for `is_grads_batched`; `torch.func` sets another key
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
 _function_modes = torch._C._len_torch_function_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled

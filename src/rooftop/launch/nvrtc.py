@@ -103,7 +103,7 @@ def ptx(source: str, name: str, options: Options) -> str:
     _check_arch(options.arch)
     from cuda.bindings import nvrtc
 
-    # Suppress `cuda.core`'s warning that the driver cannot load the PTX: nothing here loads it.
+    # NVRTC is called directly: `cuda.core` would warn if the driver could not load the PTX, but nothing here loads it.
     settings = _settings(name, replace(options, arch=options.arch.replace("sm_", "compute_")))
     arguments = settings.as_bytes("nvrtc")
     (program,) = _nvrtc("nvrtcCreateProgram", source.encode(), b"%s.cu" % _function(name).encode(), 0, [], [])
@@ -259,7 +259,7 @@ def require_cuda_core() -> Any:
         core.Program, core.LaunchConfig, core.launch  # noqa: B018 (before 0.5 they were elsewhere)
     except (ImportError, AttributeError) as error:
         raise MissingExtraError(
-            f'CUDA C++ kernels need cuda.core 0.5: pip install "rooftop[cuda]" ({error})'
+            f'CUDA C++ kernels need cuda.core 0.5 or newer: pip install "rooftop[cuda]" ({error})'
         ) from error
     return core
 

@@ -257,7 +257,7 @@ def _differentiate(
         if without:
             ctx.mark_non_differentiable(*output[slopes:])
         if not alone:
-            ctx.set_materialize_grads(False)  # unused results get None instead of zeros
+            ctx.set_materialize_grads(False)  # the gradient of an unused result is None instead of zeros
 
     def teach(
         lesson: lessons.Lesson, inputs: Any, output: Any, tensors: Any, kind: Any, together: Any, others: Any

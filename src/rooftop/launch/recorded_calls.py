@@ -175,11 +175,12 @@ def recording_of(
 
 
 def _varying_of(lesson: Lesson, kept: Sequence[int], of_operator: Sequence[int | None]) -> tuple[list[int], list[int]]:
-    """Return which size varies for each kept tensor (given by its source), and which size varies for each gradient of a
-    result. Both lists are empty if no size varies in this call.
+    """Return which size varies (FIRST and so on, or NONE) in each kept tensor (given by its source), and in each
+    gradient of a result. Both lists are empty if no size varies in this call.
 
     Raises:
-        Unplanned: a size other than the first one varies.
+        Unplanned: in memory that the call allocated, a size other than the first one varies, or an operator of PyTorch
+            allocated the memory.
     """
     if not lesson.varies:
         return [], []

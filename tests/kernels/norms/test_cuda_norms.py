@@ -214,7 +214,7 @@ def test_cost_is_what_a_person_counts() -> None:
 @pytest.mark.parametrize(
     ("residual", "more", "error", "message"),
     [
-        (torch.randn(3, 5), {}, ValueError, r"residual of shape \(3, 4\) as input, got \(3, 5\)"),
+        (torch.randn(3, 5), {}, ValueError, r"residual of shape \(3, 4\), like input, got \(3, 5\)"),
         (torch.randn(3, 4).half(), {}, TypeError, "expected residual of torch.float32, like input, got torch.float16"),
         (1.0, {}, TypeError, "residual must be a tensor, got float"),
         (torch.randn(3, 4, device="meta"), {}, ValueError, "input is on cpu, residual on meta"),

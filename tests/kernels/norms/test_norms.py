@@ -438,7 +438,7 @@ def test_wrong_arguments(arguments: tuple[object, ...], error: type[Exception], 
 @pytest.mark.parametrize(
     ("residual", "more", "error", "message"),
     [
-        (torch.randn(3, 5), {}, ValueError, r"residual of shape \(3, 4\) as input, got \(3, 5\)"),
+        (torch.randn(3, 5), {}, ValueError, r"residual of shape \(3, 4\), like input, got \(3, 5\)"),
         (torch.randn(3, 4).half(), {}, TypeError, "expected residual of torch.float32, like input, got torch.float16"),
         (1.0, {}, TypeError, "residual must be a tensor, got float"),
         (None, {"input_bias": torch.randn(3)}, ValueError, r"input_bias of shape \(4,\), got \(3,\)"),

@@ -81,7 +81,7 @@ def test_a_part_can_be_cut_again() -> None:
     ("make", "message"),
     [
         (lambda: Box((4, 4), (0,), (4, 4)), "the same number of dimensions,"),
-        (lambda: Box((4,), (2,), (3,)), "3 elements from index 2, 1 apart, exceed a dimension of 4"),
+        (lambda: Box((4,), (2,), (3,)), "3 elements from index 2, 1 apart, do not fit in a dimension of 4"),
         (lambda: Box((4,), (0,), (3,), (2,)), "3 elements from index 0, 2 apart"),
         (lambda: Box((4,), (-1,), (2,)), "2 elements from index -1"),
         (lambda: Box((4,), (0,), (2,), (0,)), "0 apart"),

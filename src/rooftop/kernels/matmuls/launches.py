@@ -92,7 +92,7 @@ def _by_library(
         return y, y.clone() if keep else nothing
     require_triton()
     residual = unit_columns(residual) if residual is not None else None
-    # in place if rows are contiguous: one thread reads and then writes each element
+    # y may overwrite `before` if its rows are contiguous: one thread reads each element, and then writes it
     y = before if before.is_contiguous() and not keep else before.new_empty(rows, columns)
     finish(before, 1, rows, None, activation, residual, y, nothing)
     return y, before.contiguous() if keep else nothing
@@ -194,8 +194,8 @@ _RUN = {"descriptors": _with_descriptors, "single": _with_single_tiles, "pointer
 
 
 def _reach(t: Tensor, beyond: int) -> int:
-    """The largest offset that a kernel computes in a matrix. The kernel may compute offsets up to `beyond` columns past
-    the end of the last row.
+    """An upper bound of the offsets, in elements, that a kernel computes in a matrix. The kernel may compute offsets up
+    to `beyond` columns past the end of the last row.
     """
     return (t.shape[0] - 1) * t.stride(0) + (t.shape[1] + beyond) * t.stride(1)
 

@@ -316,7 +316,7 @@ def _linear_act_of(
     """Compute (y (..., N), the activation's input (M, N) or (..., N)). The second result may be an empty tensor, unless
     backward needs the activation's input or `again` is set.
 
-    `again`: whether the caller needs the activation's input, to recompute y from that input later.
+    `again`: whether the caller needs the activation's input, so that `activation_of` can recompute y from it later.
     """
     if _is_plain(input, weight, bias, activation, residual):
         return linear_act_reference(input, weight, bias, activation, residual)

@@ -93,8 +93,8 @@ TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_
 AHEAD = Tile("single", 128, 128, 64, 8, 6, parts=2, early=True)
 # The best of the candidates measured on an H200 (benchmarks/results/h200/tune_matmuls.json). relu, relu6, hardswish
 # and hardsigmoid use the entries of sigmoid. With less than half a tile per SM, K would have to be split into parts.
-# Two ways to split K were compared with cuBLAS: the first was 2% faster at 64 rows and 12% slower at 16 rows; the
-# second was 9% faster at 16 rows and 85% slower at 64 rows.
+# Two kernels that split K were compared with cuBLAS. One kernel was 2% faster than cuBLAS at 64 rows, but 12% slower at
+# 16 rows. The other kernel was 9% faster at 16 rows, but 85% slower at 64 rows.
 _LIKE_SIGMOID = (
     Entry(0.5, None),
     Entry(1.0, AHEAD, (512, 4096, 4096), 0.02901, 0.03168),
@@ -132,8 +132,8 @@ class FewRows(Entry):
 
 
 # Shapes of the layers of Swin-T and DETR at batch 1 (benchmarks/results/h200/tune_few_rows.json). The tiles are small,
-# so that each SM has a tile. cuBLAS with its own epilogue was slower than these tiles up to K = 256 (`EPILOGUE_DEPTH`),
-# and as fast as these tiles at K = 1536.
+# so that each SM has a tile. If cuBLAS can apply bias and activation itself, it was slower than these tiles at K = 256
+# (`EPILOGUE_DEPTH`), but at least as fast as all measured tiles at K = 1536 and more.
 FEW_ROWS_ON_HOPPER = (
     FewRows(0.6, Tile("single", 64, 128, 64, 4, 4, early=True), (3136, 384, 96), 0.005285, 0.006956, depth=128),
     FewRows(0.6, Tile("single", 64, 64, 64, 4, 6, early=True), (784, 768, 192), 0.003825, 0.006140, depth=256),

@@ -34,7 +34,8 @@ from rooftop.kernels.operands.triton_kernels.products import in_parts, plus_prod
 
 @triton.jit
 def linear_act_descriptors(
-    x, weight, y, z, residual,  # descriptors: x (M, K) or (K, M); weight (N, K) or (K, N); y, z, residual (M, N)
+    # descriptors: x (M, K), or (K, M) if X_ACROSS; weight (N, K), or (K, N) if W_ACROSS; y, z, residual (M, N)
+    x, weight, y, z, residual,
     bias,  # (N,)
     rows, columns, depth, padded_rows, lag,  # padded_rows: rows of y for each part of K; lag: in clock cycles
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,

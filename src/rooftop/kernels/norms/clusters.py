@@ -119,8 +119,8 @@ def staged(
     name = kernel_name(kernel, config, dtype, parameter, chunks, rms)
     most = config.blocks_per_sm * device.processors if config.blocks == 1 else 0
     multiple = 8 if columns % GROUP else 1
-    # In dy * weight - mean(dy * weight), both products must be rounded in the same way. Products of half precision are
-    # exact.
+    # In dy * weight - mean(dy * weight), both products dy * weight must be rounded in the same way, so a product may be
+    # fused with the subtraction only if it is exact in float32, as the products of half precision numbers are.
     fused = parameter.itemsize == 2
     return Staged(name, fused, rows, most, multiple, config.blocks, 32 * config.warps, stages, shared_bytes)
 

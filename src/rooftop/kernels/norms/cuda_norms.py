@@ -38,8 +38,8 @@ CUDA_FILES = ("norms/pieces.cu", "norms/cuda_norms.cu")
 def _forward(
     x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None], eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernel. x and residual (M, N) have unit column stride; `parameters` are input_bias, weight and bias,
-    contiguous.
+    """Launch the kernel. x and residual (M, N) have unit column stride. `parameters`: input_bias, weight and bias, each
+    contiguous or None.
     """
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=dtype, device=x.device)

@@ -266,8 +266,8 @@ def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | No
 def _layer_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (dx, dweight, dbias) without rounding to half precision. The function first subtracts the terms that
-    nearly cancel each other, which PyTorch's operator does not do.
+    """Compute (dx, dweight, dbias) without rounding to half precision. The terms of dx nearly cancel each other, so
+    the function subtracts them before it multiplies by rstd. PyTorch's operator multiplies first.
     """
     centred = x - mean[:, None]
     normal = (centred - centred.mean(1, keepdim=True)) * rstd  # corrects the rounding error of the mean
@@ -388,7 +388,7 @@ def check_norm(
         raise TypeError(f"{name}: expected residual of {input.dtype}, like input, got {residual.dtype}")
     if residual is not None and residual.shape != input.shape:
         like, got = tuple(input.shape), tuple(residual.shape)
-        raise ValueError(f"{name}: expected residual of shape {like} as input, got {got}")
+        raise ValueError(f"{name}: expected residual of shape {like}, like input, got {got}")
     return shape
 
 

@@ -347,9 +347,9 @@ def _backward_part(call: Backward, part: Part, pairs: BackwardConfig | None) -> 
     start, stop, shifted = part
     rows, columns, group = stop - start, call.columns, unit(call.columns, *call.strides)
     sizes = (rows, columns // group, *(stride // group for stride in call.strides))
-    # In dy * weight - mean(dy * weight), both products must be rounded in the same way. Otherwise equal terms would not
-    # cancel. Products of half precision are exact in float32; products of float32 must not be fused with the
-    # subtraction.
+    # In dy * weight - mean(dy * weight), both products dy * weight must be rounded in the same way. Otherwise equal
+    # terms would not cancel. Products of half precision are exact in float32; products of float32 must not be fused
+    # with the subtraction.
     exact: Constants = {"enable_fp_fusion": all(t is None or t in HALVES for t in (call.slope, call.weight))}
     constants = {"RMS": call.rms, **_sums(call), **exact}
     config = pairs or config_for(tables.BACKWARD_SHIFTED if shifted else tables.BACKWARD, columns)
@@ -388,8 +388,8 @@ def _staged(
     kernel: str, call: Forward | Backward, entry: ClusterConfig, parts: Sequence[Part],
     given: tuple[torch.dtype, ...], parameters: tuple[torch.dtype | None, ...], strides: tuple[int, ...],
 ) -> tuple[Launch, ...] | str:  # fmt: skip
-    """The launches of cluster kernels for rows of the dtypes `given`, or the reason why these kernels cannot be
-    used."""
+    """The launches of cluster kernels, or the reason why these kernels cannot be used. `given`: the dtype of x, in
+    backward the dtypes of dy and x."""
     why = clusters.refused(call.rows, call.columns, given, parameters, strides, call.aligned, call.device)
     if why is not None:
         return why

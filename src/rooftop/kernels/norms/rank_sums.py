@@ -109,8 +109,8 @@ def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: 
 
 
 def _most_chunks(columns: int, dtype: torch.dtype) -> int:
-    """The maximum number of packs per thread, such that all packs of a thread have at most `RANK_SUM_CHUNKS[-1]`
-    elements.
+    """The maximum number of packs per thread. All packs of a thread together have at most as many elements as
+    `RANK_SUM_CHUNKS[-1]`.
     """
     return RANK_SUM_CHUNKS[-1] // width_of(columns, dtype)
 

@@ -43,11 +43,11 @@ class LongConfig:
     warps: int
     programs_per_sm: int
     stages: int
-    shifted: bool = True  # whether rows at odd addresses are loaded 16 bytes at a time
+    shifted: bool = True  # whether rows that are not aligned to 16 bytes are loaded 16 bytes at a time, with a shift
 
 
 # Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). For the fastest loads, each thread
-# must load 16 bytes or more of a block, and the masked part of the last block must be small. Backward must prefetch
+# must load 8 bytes or more of each block, and the masked part of the last block must be small. Backward must prefetch
 # rows to shared memory; keeping the weight in registers leaves more shared memory for rows.
 FORWARD = (
     ForwardConfig(columns=128, rows=8, block=128, warps=2),
@@ -63,8 +63,8 @@ FORWARD = (
     ForwardConfig(columns=32768, rows=1, block=8192, warps=16),
 )
 
-# Rows that begin at multiples of 4 or 8 bytes, and whose length is a multiple of two or four elements, are faster with
-# these entries than with FORWARD. These entries have one warp per row, and more warps on an SM.
+# For rows of more than 256 elements that begin at multiples of 2, 4 or 8 bytes instead of 16 bytes. These entries have
+# at most one warp per row, and more warps on an SM than FORWARD, and are faster than FORWARD.
 FORWARD_NARROW = (
     ForwardConfig(columns=512, rows=4, block=128, warps=2),
     ForwardConfig(columns=1024, rows=1, block=256, warps=1),
@@ -95,13 +95,13 @@ BACKWARD = (
     BackwardConfig(columns=16384, rows=1, block=4096, warps=16, programs_per_sm=1, stages=1, again=True),
 )
 
-# For half precision rows of up to 65536 elements whose length is a multiple of 16 bytes: reading a row once is faster
-# than reading a row twice.
+# For half precision rows of 32769 to 65536 elements whose length is a multiple of 16 bytes: reading a row once, and
+# keeping it in registers, is faster than reading it twice.
 FORWARD_HELD = ForwardConfig(columns=65536, rows=1, block=16384, warps=32)
 
-# For rows at odd addresses, which are loaded 16 bytes at a time. Rows of 381 to 1002, 2601 or 12287 elements are an
-# exception in forward: loads of two bytes and one warp per row are faster. For these rows, the masks of the first and
-# the last group take more instructions than the wide loads save.
+# For rows that are not aligned to 16 bytes, but are loaded 16 bytes at a time, with a shift (`plans.parts_of`). Forward
+# loads only rows of up to 256 elements like this. With 381 to 1002, 2601 or 12287 elements, loads of two bytes were
+# faster, because the masks of the first and the last group take more instructions than the wide loads save.
 FORWARD_SHIFTED = (BackwardConfig(columns=256, rows=4, block=256, warps=4, programs_per_sm=8, stages=1),)
 BACKWARD_SHIFTED = (
     BackwardConfig(columns=512, rows=4, block=256, warps=4, programs_per_sm=4, stages=3),
@@ -112,7 +112,8 @@ BACKWARD_SHIFTED = (
     BackwardConfig(columns=6144, rows=1, block=2048, warps=16, programs_per_sm=1, stages=3),
 )
 
-# For short rows of an even length: one warp per row and twelve warps on an SM are faster than loads with a shift.
+# For half precision rows of 130 to 510 elements, if the length is even but not a multiple of four: one warp per row and
+# twelve warps on an SM are faster than loads with a shift.
 BACKWARD_PAIRS = (BackwardConfig(columns=512, rows=1, block=256, warps=1, programs_per_sm=12, stages=3, hold=True),)
 SHIFTED_FROM = 128  # minimum columns for loads with a shift; shorter rows need few loads even without a shift
 
@@ -150,7 +151,8 @@ class ClusterConfig:
     odd: bool | None = None
 
 
-# Measured on an H200 (results/h200/tune_norms.json). For rows that are not listed here, Triton's kernels are faster.
+# Measured on an H200 (benchmarks/results/h200/tune_norms.json). For rows that are not listed, Triton's kernels are
+# faster.
 CLUSTER_FORWARD: tuple[ClusterConfig, ...] = (
     ClusterConfig(least=4097, most=8184, blocks=1, warps=8, blocks_per_sm=3, stages=2, odd=True),
     ClusterConfig(least=8185, most=13_304, blocks=1, warps=13, blocks_per_sm=2, stages=2, odd=True),
@@ -207,7 +209,7 @@ CUDA_LONG_WARPS = 32  # warps of a row that does not fit in registers
 # ---- CUDA C++, norms of sums over ranks ----------------------------------------------------------------------------
 
 # One block computes one row. It has the fewest warps that let each thread load at most one pack (at most 16 bytes), so
-# that all loads of the row run at the same time. For longer rows, each thread loads several packs, up to 32 elements.
-# The parameters of rank sums are not measured yet.
+# that all loads of the row run at the same time. For longer rows, each thread loads several packs, which together have
+# at most 32 elements. The parameters of rank sums are not measured yet.
 RANK_SUM_WARPS = (4, 8, 16)
 RANK_SUM_CHUNKS = (1, 2, 4, 8, 16, 32)

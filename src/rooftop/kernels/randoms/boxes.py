@@ -39,7 +39,8 @@ class Box:
         for extent, first, count, pace in zip(self.shape, self.start, self.size, self.strides, strict=True):
             if first < 0 or count < 0 or pace < 1 or (count > 0 and first + (count - 1) * pace >= extent):
                 raise ValueError(
-                    f"Box: {count} elements from index {first}, {pace} apart, exceed a dimension of {extent}: {self}"
+                    f"Box: {count} elements from index {first}, {pace} apart, do not fit in a dimension of {extent}: "
+                    f"{self}"
                 )
 
     @staticmethod

@@ -219,7 +219,7 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 
 
 def _below(value: float, dtype: torch.dtype) -> float:
-    """The largest number of the dtype below `value`; subnormal numbers are skipped."""
+    """The largest number of the dtype below `value`. If `value` is 0, subnormal numbers are skipped."""
     rounded = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype)
     if float(rounded) < value:
         return float(rounded)

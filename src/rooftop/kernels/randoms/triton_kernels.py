@@ -64,8 +64,8 @@ def dropout_tile(
 
 @triton.jit
 def _tile(columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The row indices (ROWS, 1) and column indices (1, *) of this program's tile. If GROUPED, a column is a group of
-    four elements.
+    """The row indices (ROWS, 1) and the column indices (1, COLUMNS) of this program's tile. If GROUPED, a column is a
+    group of four elements, and there are COLUMNS / 4 column indices.
     """
     WIDTH: tl.constexpr = COLUMNS // 4 if GROUPED else COLUMNS
     blocks = tl.cdiv(columns, WIDTH)
@@ -126,7 +126,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _within(word, lower_word, last_word):
-    """Map words evenly to the range from lower_word to lower_word + last_word."""
+    """Map 32-bit words evenly to the words from lower_word to lower_word + last_word, both included."""
     wide = word.to(tl.uint64)
     return lower_word + ((wide * last_word + wide) >> 32).to(tl.uint32)
 

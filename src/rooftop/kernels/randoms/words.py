@@ -65,7 +65,7 @@ def philox_reference(counter: Sequence[Words], key: int) -> list[Words]:
     c0, c1, c2, c3 = counter
     k0, k1 = key & WORD, key >> 32 & WORD
     for _ in range(10):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64; the mask removes the sign
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the products wrap; `& WORD` also removes the sign bits
         c0, c2 = (second >> 32 & WORD) ^ c1 ^ k0, (first >> 32 & WORD) ^ c3 ^ k1
         c1, c3 = second & WORD, first & WORD
         k0, k1 = k0 + 0x9E3779B9 & WORD, k1 + 0xBB67AE85 & WORD
@@ -108,9 +108,9 @@ def uniforms_reference(words: Tensor, more: Tensor | None = None) -> Tensor:
     return (((words >> 5) << 26) | (more >> 6)).double() * 2.0**-53
 
 
-# Polynomials for the normal quantile of 1 - p, where the tail's probability is p = (1 + t) / 2 * 2^-octave / 2 and t is
-# (1 + u) / 2. Row `octave` has the coefficients of u^0 to u^7, times 2^28, of the polynomial through the 8 Chebyshev
-# nodes of -1 <= u <= 1.
+# Polynomials in u for the normal quantile of 1 - p. The tail's probability p is (1 + t) * 2^-(octave + 2) with t from 0
+# to 1, and u is 2 t - 1. Row `octave` has the coefficients of u^0 to u^7, times 2^28, of the polynomial through the
+# quantiles at the 8 Chebyshev nodes of -1 <= u <= 1.
 QUANTILES = (
     (85534084, -88488531, 4647939, -1928232, 317229, -102874, 29209, -8839),
     (238141573, -62331987, 6420754, -1442018, 335350, -86869, 28065, -7918),

@@ -232,7 +232,8 @@ class ConvLstmSequence(NamedTuple):
     def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if self.keep_:
             raise NotImplementedError(
-                "rooftop::conv_lstm_sequence: the tensors saved for backward have no decomposition"
+                "rooftop::conv_lstm_sequence has no decomposition if it saves tensors for backward: call it under "
+                "torch.no_grad()"
             )
         gates, kernel, hidden, cell, bias, *names, _ = self
         outputs, last = conv_lstm_sequence_reference(gates, kernel, hidden, cell, *names, bias)
@@ -359,7 +360,9 @@ _conv_lstm_sequence_backward = declare(
 
 
 def _sizes(gates: Tensor, hidden: Tensor | None) -> tuple[int, int]:
-    """The number of positions in the maps of a step, and the number of steps with a convolution."""
+    """The number of positions (N H W) of a step, and the number of steps with a convolution. Without a hidden state,
+    the first step has no convolution.
+    """
     steps, batch, _, height, width = gates.shape
     return batch * height * width, steps - (hidden is None)
 

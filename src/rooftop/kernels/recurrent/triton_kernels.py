@@ -24,7 +24,7 @@ LINEAR = tl.constexpr(5)
 
 @triton.jit
 def conv_lstm_forward(
-    gates, added, bias, cell,  # gates, added (M, 4 K); bias (4 K / positions); cell (M, K)
+    gates, added, bias, cell,  # gates, added (M, 4 K); bias (4 K / positions,); cell (M, K)
     hidden, next_cell, scores,  # shapes: (M, K), (M, K), (M, 4 K)
     rows, columns, positions,
     ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,

@@ -27,7 +27,7 @@ PLACES = ("argmax", "argmin")
 
 Direction = Literal["forward", "backward"]
 Backend = Literal["reference", "whole", "partial", "last_combines", "spread", "share", "count"]
-FINISHES: tuple[Backend, ...] = ("whole", "partial", "last_combines")  # the index is the kernels' FINISH
+FINISHES: tuple[Backend, ...] = ("whole", "partial", "last_combines")  # a backend's index is the constant FINISH
 Constants = dict[str, Any]
 
 # ---- plans ----------------------------------------------------------------------------------------
@@ -212,7 +212,8 @@ def _reduction(
     if view.is_one and view.along == 0:
         constants["WHOLE_BLOCKS"] = constants["UNIT"] * dtype.itemsize < 16
     constants["SPLITS"] = min(power_of_two(splits), max(1, tables.COMBINED // kept))
-    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # drop splits that would need another step
+    # If a few splits (up to 1/8) remain after the last whole step of the combination, drop them to save a step.
+    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:
         splits -= splits % constants["SPLITS"]
     combined: Backend = "last_combines" if split.last_combines and counted else "partial"
     backend: Backend = "whole" if splits == 1 else combined
@@ -241,7 +242,9 @@ def _combination(reduction: Constants, splits: int, results: int, count: float) 
 
 
 def _tile(view: View, kind: str, element_bytes: int) -> tuple[int, int, SplitConfig, Constants]:
-    """Return the kept and the reduced elements of a tile, the split and launch parameters, for the forward kernel."""
+    """Return, for the forward kernel, the number of kept and of reduced elements of a tile, the split, and the launch
+    parameters.
+    """
     kept, reduced = (power_of_two(sizes[1]) for sizes in (view.kept, view.reduced))
     total = math.prod(view.reduced) * element_bytes
     config: RowConfig | ColumnConfig | AllConfig
@@ -303,8 +306,8 @@ def _spread(kind: str, view: View, element_bytes: int) -> KernelLaunch:
 
 
 def _shared_tile(view: View, element_bytes: int) -> tuple[int, int] | None:
-    """Return the kept and the reduced elements of a tile that contains all elements of its results; None if that tile
-    is too large.
+    """Return the number of kept and of reduced elements of a tile that contains all elements of x that its results
+    reduce; None if that tile is too large.
     """
     reduced = power_of_two(view.reduced[1])
     least = tables.SHARE_WIDTH_BYTES if view.along == 1 else element_bytes
@@ -323,7 +326,9 @@ def _share(kind: str, view: View, kept: int, reduced: int) -> KernelLaunch:
 
 
 def _arguments(view: View, tile_kept: int, tile_reduced: int) -> tuple[int, int, tuple[int, ...], Constants]:
-    """The tiles of kept elements, blocks of reduced elements, arguments and constants of a kernel."""
+    """Return the number of tiles of kept elements, the number of blocks of reduced elements, and a kernel's arguments
+    and constants.
+    """
     (far, kept), (far_stride, stride), (far_out, out) = view.kept, view.kept_strides, view.out_strides
     (far_reduced, reduced), (far_reduced_stride, reduced_stride) = view.reduced, view.reduced_strides
     tiles, blocks = far * -(-kept // tile_kept), far_reduced * -(-reduced // tile_reduced)

@@ -61,10 +61,11 @@ class AllConfig:
 
 
 # The fastest of the parameters measured on an H200. ROWS was measured with rows of 32, 128, 512, 2048, 4096, 8192 and
-# 16384 bytes in half precision. PLACES (argmax and argmin, with two numbers per element) was measured with rows of
-# 256512 bytes. COLUMNS was measured with sums over the first dimension and with sums over a middle dimension. ALL was
-# measured with tensors of 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. For rows of 1 to 8 KiB, one warp reads
-# the block of a row, so no sum across warps is needed; blocks are prefetched.
+# 16384 bytes in half precision. PLACES (argmax and argmin, which keep a value and an index for each element) was
+# measured with rows of 256512 bytes. COLUMNS was measured with sums over the first dimension and over a middle
+# dimension. ALL was measured with tensors of 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. In ROWS, for rows of
+# more than 1 KiB up to 8 KiB, one warp reads a whole block of a row, so no sum across warps is needed; blocks are
+# prefetched.
 SHORT_ROWS = (
     RowConfig(run_bytes=64, rows=128, block_bytes=64, warps=4),
     RowConfig(run_bytes=128, rows=32, block_bytes=128, warps=2),
@@ -102,7 +103,7 @@ GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # for the gradient: bytes of a t
 SHARE_ELEMENTS = 1 << 15  # `share_gradient`: maximum elements per tile
 SHARE_WIDTH_BYTES = 128  # `share_gradient`: minimum bytes of a tile's row, if the kept dimension is contiguous
 SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # `share_gradient`: bytes per tile, and minimum number of warps
-# Maximum number of elements per thread. Without this limit, a tile of small integers with the same number of bytes
-# would need too many registers.
+# Maximum number of elements per thread. The sizes of tiles above are in bytes, so without this limit a tile of one-byte
+# elements would need too many registers for its accumulators of 4 or 8 bytes.
 LANE_ELEMENTS = 32
 COMBINED = 4096  # maximum number of partial results in a program of four or more warps

@@ -46,13 +46,13 @@ PARTIAL = tl.constexpr(1)  # another kernel combines
 LAST_COMBINES = tl.constexpr(2)
 
 ACCUMULATORS = {torch.float32: tl.float32, torch.int32: tl.int32, torch.int64: tl.int64}
-NOWHERE = tl.constexpr(1 << 62)  # position of elements outside the tensor
+NOWHERE = tl.constexpr(1 << 62)  # larger than any position: the position of elements that are not the extreme
 
 
 @triton.jit
 def reduce_tiles(
     x, reference, out,  # x strided; reference (results,): TIES counts the elements equal to it; out (results,)
-    partials, places, counters,  # (splits, results); int64 (splits, results) for ARG; int32 (programs of a split,)
+    partials, places, counters,  # partials and (int64, for ARG) places: (splits, results); counters: (tiles,) int32
     kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
     reduced, reduced_stride, far_reduced, far_reduced_stride,
     results, count,  # number of results; elements per result, as a float
@@ -237,7 +237,9 @@ def _reduced_elements(
     index, near, lane, reduced, reduced_stride, far_reduced_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """Return (offsets, mask) of a block (REDUCED,) of reduced elements. The near dimension has `near` blocks."""
+    """Return (offsets, mask) of a block (REDUCED,) of reduced elements. The near reduced dimension has `near`
+    blocks.
+    """
     if NESTED:
         block, far = tl.cast(index % near, tl.int64), tl.cast(index // near, tl.int64)
     else:
@@ -254,8 +256,8 @@ def _reduced_elements(
 
 @triton.jit
 def _fold(best, found, loaded, index, target, inside, KIND: tl.constexpr):
-    """Update each lane's value with one more element. For ARG kinds, also update the index of the block of the first
-    extreme.
+    """Update each lane's value (`best`) with one more element (`loaded`). For ARG kinds, also update the index of the
+    block of the first extreme (`found`).
     """
     if KIND == NORM1:
         best += tl.abs(loaded)

@@ -129,13 +129,14 @@ def rows_by_mask(masks: Tensor) -> Tensor:
 
 
 def _mask_keys(masks: Tensor) -> Tensor:
-    """The keys (M,) by which rows are sorted: integers that increase along the Gray code."""
+    """The keys (M,) by which rows are sorted: integers that increase with the position of the row's mask in the Gray
+    code."""
     rows, words = size(masks, 0), masks.shape[1]
     if without_kernels(masks.device):
         bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
         rarest_first = bits[torch.arange(tables.SAMPLE) * rows // tables.SAMPLE].sum(0).sort(stable=True).indices[:64]
         parities = bits[:, rarest_first].cumsum(1) % 2
-        parities[:, 0] -= 1  # with 64 bits, this bit becomes the sign, and -1 and 0 are ordered like 0 and 1
+        parities[:, 0] -= 1  # 0 and 1 become -1 and 0: as the highest of 64 bits, 1 would be a sign, and sort first
         return (parities << torch.arange(len(rarest_first)).flip(0)).sum(1)
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import count_bits, mask_keys
@@ -294,7 +295,7 @@ def row_count(neighbours: Tensor | None, order: Tensor | None) -> int:
 
 
 def _width(taps: int) -> int:
-    """The number of taps that the kernel examines together, one bit each."""
+    """The number of taps that a kernel examines together. Each tap takes one bit of a word of 32 bits."""
     return min(32, power_of_two(taps))
 
 

@@ -310,7 +310,7 @@ _sparse_conv_backward = declare(
 
 
 def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -> Tensor:
-    """The table of sites: `neighbours`, or the part of a sorted table that contains the sites."""
+    """The table of sites: `neighbours` (M, T), or the last T lines (T, M) of a sorted table."""
     if neighbours is not None:
         return neighbours
     assert order is not None
@@ -318,9 +318,9 @@ def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -
 
 
 def _product_flops(call: SparseConv | SparseConvBackward, operand: Tensor, products: int) -> dict[str, int]:
-    """Flops of `products` products for each pair. If the caller does not pass the number of pairs, the function assumes
-    the minimum: one pair for each output site. So the roof time is never overestimated. Counting the pairs would
-    synchronize with the GPU.
+    """Flops if each pair takes part in `products` products, each of O C multiply-adds. If the caller does not pass the
+    number of pairs, the function assumes the minimum: one pair for each output site. So the roof time is never
+    overestimated. Counting the pairs would synchronize with the GPU.
     """
     out_channels, *_, channels = call.weight.shape
     pairs = call.pair_count if call.pair_count >= 0 else row_count(call.neighbours, call.order)
@@ -422,7 +422,7 @@ def _check(
     order: Tensor | None, reverse_order: Tensor | None, pairs: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
     if pairs is not None and (not isinstance(pairs, (tuple, list)) or len(pairs) != 2):
-        raise TypeError("sparse_conv: pairs must be a tuple of two tensors, the pairs and their number")
+        raise TypeError("sparse_conv: pairs must be a tuple of two tensors: the lists of all taps, and their lengths")
     listed, counts = (None, None) if pairs is None else pairs
     check_tensors("sparse_conv", FLOATS, ("bias",), features=features, weight=weight, bias=bias)
     beside = ("features", features)
@@ -446,14 +446,14 @@ def _check_shapes(
         )
     sites, taps = features.shape[0], math.prod(weight.shape[1:-1])
     if taps == 0:
-        raise ValueError(f"sparse_conv: expected a window of at least 1, got weight {tuple(weight.shape)}")
+        raise ValueError(f"sparse_conv: expected at least one tap, got weight {tuple(weight.shape)}")
     if neighbours is not None and (neighbours.dim() != 2 or neighbours.shape[1] != taps):
         raise ValueError(
             f"sparse_conv: expected neighbours (M, {taps}), a column for each tap of weight {tuple(weight.shape)}, "
             f"got {tuple(neighbours.shape)}"
         )
     rows = neighbours.shape[0] if neighbours is not None else row_count(neighbours, order)
-    if type(rows) is Count:  # the compiled part checks that equal numbers of rows stay equal
+    if type(rows) is Count:  # the C++ code that repeats the call checks that equal numbers of rows stay equal
         rows = int(rows)
     for count in (rows, sites):  # one after the other, because max() fails for sizes that depend on data
         if count > MAX_ROWS:
@@ -468,7 +468,7 @@ def _check_shapes(
     if listed is not None and listed.dim() == 2 and has_table(order):
         check_shape("sparse_conv", "pairs[0]", listed, (taps, -(-rows // BLOCK_ROWS)))
     elif listed is not None and (listed.dim() != 3 or tuple(listed.shape[:2]) != (2, taps)):
-        raise ValueError(f"sparse_conv: expected pairs[0] of shape (2, {taps}, P), got {tuple(listed.shape)}")
+        raise ValueError(f"sparse_conv: expected pairs[0] of shape (2, {taps}, P) for any P, got {tuple(listed.shape)}")
     if (
         reverse is None
         and not has_table(reverse_order)
@@ -487,5 +487,5 @@ def _is_table(order: Any) -> bool:
 
 
 def _order_shape(order: Tensor, rows: int, taps: int) -> tuple[int, ...]:
-    """The expected shape of `order`: a sorted table, or only an order."""
+    """The expected shape of `order`, which is either a sorted table or only an order."""
     return (1 + -(-taps // 32) + taps, rows) if has_table(order) else (rows,)

@@ -40,9 +40,9 @@ class WeightConfig:
 
 ANY = 1 << 31
 
-# The fastest of the parameters measured on an H200 at 64, 128 and 256 channels, and within 1% of the fastest at 32
-# channels. WEIGHT_HALF was not timed beyond 128 channels (results/h200/tune_sparse_convs.json of the benchmarks). The
-# parameters for float32 are predicted.
+# Measured on an H200 (benchmarks/results/h200/tune_sparse_convs.json). HALF has the fastest parameters at 64, 128 and
+# 256 channels, and parameters within 1% of the fastest at 32 channels. WEIGHT_HALF has the fastest parameters at 32, 64
+# and 128 channels, and was not timed beyond 128. The parameters for float32 (SINGLE and WEIGHT_SINGLE) are predicted.
 HALF = (
     RowsConfig(channels=32, rows=128, columns=32, depth=32, warps=4, stages=5),
     RowsConfig(channels=64, rows=128, columns=64, depth=64, warps=4, stages=5),
@@ -76,14 +76,15 @@ TABLES_SORTED = True
 # computing the lists takes longer than reading rows without a neighbour (predicted).
 LISTED_FROM = 1 << 14
 
-# Rows of a block of a sorted table. The gradient of the weight processes or skips a block as a whole. BLOCK_ROWS must
-# be a multiple of each `depth` above. On a surface, nearly all rows of a processed block have a neighbour.
+# Number of rows of a block of a sorted table. The gradient of the weight processes or skips a block as a whole.
+# BLOCK_ROWS must be a multiple of each `depth` of WEIGHT_HALF and WEIGHT_SINGLE. If the sites are on a surface, nearly
+# all rows of a processed block have a neighbour.
 BLOCK_ROWS = 64
 
-# Tables with more rows than this are not stored as sorted tables, because int32 could not number the rows of their
-# blocks.
+# Tables with more rows than this are not stored as sorted tables, because the last rows of their last block could have
+# numbers beyond int32.
 MOST_SORTED = 1 << 30
-MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program in kernels that read only tables
+MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows and warps of kernels that read only tables
 KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
 PIECES, ELEMENTS = 32, 128  # sizes of a tile in `sum_pieces`: pieces, and elements of each piece
 
@@ -124,5 +125,5 @@ class GlobalConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# Predicted, not measured: each thread loads 2 x 16 bytes, and a multiprocessor has as many programs as fit on it.
+# Predicted, not measured: each thread loads 2 x 16 bytes, and there are eight programs for each multiprocessor.
 GLOBAL = GlobalConfig(tile_bytes=4096, columns=64, share=256, programs_per_sm=8, warps=4, measured=False)

@@ -59,8 +59,8 @@ def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tup
     """The kernel arguments of a mask that broadcasts to `shape`: (mask tensor, (middle, inner, strides of outer,
     middle, inner, columns)).
 
-    Neighbouring dimensions are merged if a single stride steps through both. If more than three dimensions remain
-    before the last dimension, the mask is expanded to the full shape and copied.
+    The mask is expanded to `shape`. Neighbouring dimensions before the last dimension are merged if a single stride
+    steps through both. If more than three of these dimensions remain, the expanded mask is copied.
     """
     if mask is None:
         return like, (1, 1, 0, 0, 0, 0)

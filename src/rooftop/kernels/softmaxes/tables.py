@@ -8,12 +8,13 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 from rooftop.kernels.operands.strided_rows import LINE_BYTES
 
-# The fastest of the parameters measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward),
-# 4096, 8192, 16384 and 32768 columns, and for long rows with 128256 columns. At all other sizes, a thread processes as
-# many elements of a row as in the layer norm's table, since the memory traffic is the same. In backward, 16 warps keep
-# 128 KiB of a row in registers, and few of a thread's 128 registers spill. With 32 warps and 64 registers per thread,
-# more registers spill, and backward is slower than with 16 warps. Long rows have one wide program per SM, so that the
-# second read of a row is from L2: 132 rows of 128256 half precision elements take 34 MB of the 50 MB of L2.
+# The fastest of the parameters measured on an H200 in half precision with 1024, 4096, 8192, 16384 and 32768 columns,
+# and for long rows with 128256 columns. (In backward, the bytes of a row count dy and y together: 1024 columns are
+# 4 KiB.) At all other sizes, a thread processes as many elements of a row as in the layer norm's table, since the
+# memory traffic is the same. In backward, 16 warps keep up to 128 KiB of a row in registers, and few of a thread's 128
+# registers spill. With 32 warps and 64 registers per thread, more registers spill, and backward is slower than with 16
+# warps. Long rows have one wide program per SM, so that the second read of a row is from L2: 132 rows of 128256 half
+# precision elements take 34 MB of the 50 MB of L2.
 FORWARD = (
     TileConfig(row_bytes=256, rows=16, block_bytes=256, warps=2, hold=True),
     TileConfig(row_bytes=512, rows=8, block_bytes=256, warps=2, hold=True),
@@ -81,7 +82,8 @@ class OddRows:
 
 Table = tuple[ClusterConfig | OddRows, ...]
 
-# Measured on an H200 (results/h200/tune_clusters.json). For rows that are not listed here, Triton's kernels are faster.
+# Measured on an H200 (benchmarks/results/h200/tune_clusters.json). For rows that are not listed, Triton's kernels are
+# faster.
 CLUSTER_FORWARD: Table = (
     OddRows(above_bytes=4096, row_bytes=12_000),
     OddRows(above_bytes=12_000, row_bytes=32_768, unless=8),

@@ -62,7 +62,7 @@ def softmax_forward(
         largest = tl.maximum(largest, scores)
     maximum = tl.max(largest, axis=1)[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    held = ()  # the exponentials of all blocks, or their arguments
+    held = ()  # if HOLD: the exponentials of all blocks, or with LOG, the exponentials' arguments
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + lane
         apart = _scores(values[block], scale, column, columns, MASK, EVEN or block < BLOCKS - 1) - maximum

@@ -119,8 +119,8 @@ def norm_forward(
 
 @triton.jit
 def norm_forward_shifted(
-    x, residual, input_bias, weight, bias, y, total, mean, rstd,  # as above, rows without gaps
-    rows, columns, eps,  # rows: a multiple of 8
+    x, residual, input_bias, weight, bias, y, total, mean, rstd,  # as in `norm_forward`, but contiguous
+    rows, columns, eps,  # the number of rows is a multiple of 8
     RMS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -258,8 +258,8 @@ def norm_backward(
             inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
             gradients = gradients + (tl.load(dy_rows + block * COLUMNS, mask=inside, other=0.0),)
             values = values + (tl.load(x_rows + block * COLUMNS, mask=inside, other=0.0),)
-        along = tl.zeros((ROWS, COLUMNS), tl.float32)  # row sums of dy * weight, and of dy * weight * normalized x
-        across = tl.zeros((ROWS, COLUMNS), tl.float32)
+        along = tl.zeros((ROWS, COLUMNS), tl.float32)  # each lane's sum of dy * weight over the blocks
+        across = tl.zeros((ROWS, COLUMNS), tl.float32)  # each lane's sum of dy * weight * normalized x
         lane_rests = tl.zeros((ROWS, COLUMNS), tl.float32)
         for block in tl.static_range(BLOCKS):
             weighted = gradients[block].to(tl.float32)
@@ -336,9 +336,9 @@ def norm_backward(
 
 @triton.jit
 def norm_backward_shifted(
-    dy, dtotal, x, weight, mean, rstd, dx,  # as above, rows without gaps
+    dy, dtotal, x, weight, mean, rstd, dx,  # as in `norm_backward`, but contiguous
     partial,  # (programs * ROWS, 2, N)
-    rows, columns,  # rows: a multiple of 8
+    rows, columns,  # the number of rows is a multiple of 8
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -519,7 +519,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _sum_of_rows(partial, rows, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum every second row of `partial`, for the given columns."""
+    """Sum the rows 0, 2, 4 and so on of `partial`, `rows` rows in total, for the given columns."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS).to(tl.int64)

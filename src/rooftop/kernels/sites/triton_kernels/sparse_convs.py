@@ -30,7 +30,7 @@ from rooftop.kernels.operands.triton_kernels.products import plus_product
 @triton.jit
 def sparse_conv_rows(
     features, weight, bias, neighbours,  # shapes: (N, C), (O, T, C), (O,), (M, T)
-    order, out,  # order (M,), or if SORTED (1 + words + T, M): order, bits, sites by tap; out (M, O)
+    order, out,  # order (M,), or if SORTED, the sorted table (1 + words + T, M) of `sort_table`; out (M, O)
     sites, rows,  # N, M
     HAS_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, SORTED: tl.constexpr, MIRRORED: tl.constexpr, WIDE: tl.constexpr,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr,
@@ -99,7 +99,7 @@ def sparse_conv_rows(
 
 @triton.jit
 def sparse_conv_weight_gradient(
-    features, gradient, table, lists, counts,  # (N, C), (M, O), (M, T) or as `sort_table` writes it, see LISTED, (T,)
+    features, gradient, table, lists, counts,  # (N, C); (M, O); (M, T), if BLOCK of `sort_table`; see LISTED; (T,)
     sums,  # (pieces, O, C)
     sites, rows, capacity, parts,
     LISTED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
@@ -270,7 +270,8 @@ def mask_keys(
     if WORDS > 1:
         code ^= code >> 32
     kind = keys.dtype.element_ty
-    key = code.to(kind, bitcast=True) ^ (tl.full((), 1, kind) << (KEY_BITS - 1))  # unsigned order as signed integers
+    # the highest bit is flipped, so that the signed keys sort like the unsigned codes
+    key = code.to(kind, bitcast=True) ^ (tl.full((), 1, kind) << (KEY_BITS - 1))
     tl.store(keys + row, key, mask=row < rows)
 
 

@@ -87,7 +87,8 @@ def sparse_pool_gradient(
         for step in tl.static_range(AHEAD):
             slope = slopes[step].to(tl.float32)
             if AVERAGE:
-                total += slope / tl.maximum(others[step], 1).to(tl.float32)[:, None]  # 0 if tables do not match
+                # a count is 0 only if the tables do not match
+                total += slope / tl.maximum(others[step], 1).to(tl.float32)[:, None]
             else:
                 best = others[step].to(tl.float32)
                 total += tl.where((x == best) | ((x != x) & (best != best)), slope, 0.0)  # NaN equals a maximum of NaN
@@ -145,7 +146,7 @@ def sparse_global_pool_parts(
 
 @triton.jit
 def _tile(CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
-    """Rows and columns of a program."""
+    """The row indices (ROWS,) and column indices (COLUMNS,) of a program's tile."""
     column_tiles: tl.constexpr = (CHANNELS + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
     first = program // column_tiles
