@@ -281,7 +281,7 @@ def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
 
 
 def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chunks], float]:
-    """Return (the positions of each rank, with `count` chunks per rank; the maximum work divided by the mean)."""
+    """Return (the positions of each rank, with `count` chunks each; the maximum work of a rank divided by the mean)."""
     size = documents.length // (count * ranks)
     pairs = [0] * (count * ranks)
     for spans in documents.spans:

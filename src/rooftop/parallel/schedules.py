@@ -142,7 +142,7 @@ class Schedule:
         """
         for kind, number in (units or {}).items():
             if isinstance(number, bool) or not isinstance(number, int):
-                raise ValueError(f"drawn: units must be integers, the columns of the picture; got {kind!r}: {number!r}")
+                raise ValueError(f"drawn: units must be integers, in columns per instruction; got {kind!r}: {number!r}")
         timeline = simulate(self, units or UNITS)
         several = max(map(len, self.placement)) > 1
         columns = round(timeline.makespan)
@@ -426,8 +426,8 @@ def zbv(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _zbv_of(rank: int, ranks: int, micro_batches: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (kind, position of the stage, micro-batch) for a rank. The micro-batches are at least as many as are needed
-    to fill the pipeline, even if the step has fewer.
+    """Yield (kind, which of the rank's two stages: 0 or 1, micro-batch). The micro-batches are at least as many as are
+    needed to fill the pipeline, even if the step has fewer.
     """
     most = max(2 * ranks - 1, micro_batches)
     made: Counter[tuple[str, int]] = Counter()

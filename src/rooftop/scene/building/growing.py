@@ -183,7 +183,7 @@ def _add_seeds(
 
 @helper
 def _best_seed(seeds: Any, seed_count: Any, corners: Any, live: Any, middles: Any, low: Any) -> Any:
-    """The seed with the fewest remaining triangles around it; on a tie, the nearest to the piece's corner."""
+    """The seed with the fewest remaining triangles around it; on a tie, the nearest to the piece's lowest corner."""
     best, fewest, nearest = NONE, MANY, np.inf
     for at in range(seed_count):
         seed = seeds[at]
