@@ -248,7 +248,8 @@ def test_errors_say_what_would_fit(on_ranks: Run) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(0, None), (-2, None), (4, 0), (4, -2)])
 def test_heads_that_are_none(heads: int, kv_heads: int | None) -> None:
-    with pytest.raises(ValueError, match=f"heads={heads} and kv_heads={heads if kv_heads is None else kv_heads} must be at least 1"):
+    given = heads if kv_heads is None else kv_heads
+    with pytest.raises(ValueError, match=f"heads={heads} and kv_heads={given} must be at least 1"):
         ParallelSelfAttention(WIDTH, heads, kv_heads)
 
 
