@@ -184,8 +184,8 @@ class InOneForm:
 
 
 def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Everything about a call's arguments for which the compiler may make another version; None for arguments other
-    than tensors and constants, which take longer to compare.
+    """Everything about a call for which the compiler may make another version. None if an argument is neither a tensor
+    nor a constant, because such arguments take longer to compare.
     """
     form: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *kwargs]
     for value in (*args, *kwargs.values()):

@@ -148,8 +148,8 @@ def _add_seeds(
     seeds: Any, seed_count: Any, emitted: Any, own: Any, first: Any, corners: Any, offsets: Any, live: Any,
     around: Any, middles: Any, low: Any,
 ) -> Any:  # fmt: skip
-    """Drop the seeds that are in a cluster by now. Then add the triangles beside a finished cluster that have the
-    fewest remaining triangles around them. Return the number of seeds."""
+    """Drop the seeds that are in a cluster by now. Then add at most NEW_SEEDS triangles beside a finished cluster,
+    preferably those with the fewest remaining triangles around them. Return the number of seeds."""
     kept = 0
     for at in range(seed_count):
         if not emitted[seeds[at]]:
