@@ -65,8 +65,8 @@ def grown(
         points: (V, 3) of all pieces.
         starts, firsts: (P + 1,) where the triangles and vertices of each piece start.
         least: a cluster of at least this many triangles may end early.
-        splits: (P,) for each piece, a cluster ends early if the next triangle is farther away than this many times the
-            cluster's radius; 0 means never.
+        splits: (P,) for each piece, a cluster without neighbours ends early if the nearest triangle is farther away
+            than this many radii of a full cluster; 0 means never.
 
     Returns:
         the piece, the number of triangles and the number of vertices of each cluster; the clusters' vertices, cluster
