@@ -704,7 +704,7 @@ def test_the_first_exception_comes_out_with_its_place_when_all_have_ended() -> N
 def test_parallel_apply_wants_one_of_everything() -> None:
     with pytest.raises(ValueError, match="2 modules need 2 inputs, got 1"):
         parallel_apply([abs, abs], [1])
-    with pytest.raises(ValueError, match="1 modules need 1 keyword arguments, got 2"):
+    with pytest.raises(ValueError, match="1 modules need 1 dicts of keyword arguments, got 2"):
         parallel_apply([abs], [1], [{}, {}])
     with pytest.raises(ValueError, match="1 modules need 1 devices, got 2"):
         parallel_apply([abs], [1], devices=TWO)

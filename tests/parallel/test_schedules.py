@@ -267,7 +267,7 @@ def test_what_is_no_schedule_is_not_simulated() -> None:
     with pytest.raises(TypeError, match="expected a Schedule, got str '1f1b': schedule_of"):
         simulate("1f1b")  # type: ignore[arg-type]
     for units in ({"F": 1.5, "B": 2}, {"F": "1", "B": 2}):
-        with pytest.raises(ValueError, match="units must be integers, the columns of the picture; got 'F'"):
+        with pytest.raises(ValueError, match="units must be integers, in columns per instruction; got 'F'"):
             schedule_of("1f1b", 2, 3).drawn(units)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kinds B, but their seconds are missing:"):
         schedule_of("1f1b", 2, 3).drawn({"F": 1})

@@ -230,12 +230,12 @@ def test_errors_say_what_would_fit(on_ranks: Run) -> None:
     first, second = on_ranks(2, refusals, limit_s=150.0)
     assert first == second
     expected = [
-        "ColumnParallelLinear: key=9 cannot be split among 2 ranks: 9 is not divisible by this number; use 1, 3, 9",
-        "only one layer can be padded, got gate, up",
+        "key=9 cannot be split among 2 ranks: its number of indivisible blocks, 9, is not divisible by 2; use 1, 3, 9",
+        "padded allows only a single layer, got gate, up",
         "RowParallelLinear: in_features=9 cannot be split among 2 ranks",
         "heads=9 and kv_heads=9 cannot be split among 2 ranks: use 1, 3, 9 ranks",
         "heads=12 and kv_heads=3 cannot be split among 2 ranks: use 1, 3, 6, 12 ranks",
-        "heads=3 must divide width=16",
+        "width=16, heads=3 and kv_heads=3 must be at least 1, kv_heads must divide heads, and heads must divide width",
         "features=9 cannot be split among 2 ranks",
         "add it after a row layer",
         "does not accept a residual: add it to the result",
@@ -248,7 +248,8 @@ def test_errors_say_what_would_fit(on_ranks: Run) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(0, None), (-2, None), (4, 0), (4, -2)])
 def test_heads_that_are_none(heads: int, kv_heads: int | None) -> None:
-    with pytest.raises(ValueError, match=f"heads={heads} must divide width=16"):
+    given = heads if kv_heads is None else kv_heads
+    with pytest.raises(ValueError, match=f"heads={heads} and kv_heads={given} must be at least 1"):
         ParallelSelfAttention(WIDTH, heads, kv_heads)
 
 

@@ -130,7 +130,7 @@ def parallel_apply(
             its traceback, and gets a note with the module's number and device.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
-    for what, given in (("inputs", inputs), ("keyword arguments", kwargs), ("devices", devices)):
+    for what, given in (("inputs", inputs), ("dicts of keyword arguments", kwargs), ("devices", devices)):
         if given is not None and len(given) != len(modules):
             raise ValueError(
                 f"{len(modules)} modules need {len(modules)} {what}, got {len(given)}: pass one for each module"

@@ -72,7 +72,7 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.home, ctx.count = tensors[0].device, len(tensors)
-        # The replicas and their gradients run on these streams.
+        # The forward and the backward of the replicas run on these streams.
         ctx.streams = _current_streams([ctx.home, *devices])
         ctx.set_materialize_grads(False)
         first = torch.empty(0, dtype=tensors[0].dtype, device=ctx.home)
@@ -150,7 +150,7 @@ def _may_go_with_others(tensor: Tensor) -> bool:
 
 
 def _places_in_buffer(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """The start of each tensor in a common buffer, and the size of the buffer, in elements."""
+    """(start of each tensor in a common buffer, size of the buffer), both in elements."""
     step = ALIGNMENT_BYTES // tensors[0].element_size()
     starts, size = [], 0
     for tensor in tensors:

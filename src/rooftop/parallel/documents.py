@@ -56,7 +56,7 @@ class Documents:
         Tokens on a GPU are copied to the host, which waits for the copy.
         """
         if isinstance(end, bool) or not isinstance(end, int):
-            raise ValueError(f"Documents: the end must be a token (an int), got {end!r}")
+            raise ValueError(f"Documents: end must be a token (an int), got {end!r}")
         if tokens.dim() != 2:
             raise ValueError(f"Documents: expected tokens (B, S), got {tuple(tokens.shape)}")
         length = tokens.shape[1]

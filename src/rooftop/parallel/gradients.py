@@ -191,7 +191,7 @@ class ModelGradients:
                 self.parameters[name].grad = None
 
     def _is_trained(self, name: str) -> bool:
-        """Whether the model's parameter has a gradient and was not frozen meanwhile."""
+        """Whether the model's parameter still requires a gradient. It may have been frozen since `__init__`."""
         return name in self._own and self._own[name].requires_grad
 
     def _in_order(self) -> list[str]:
@@ -226,7 +226,7 @@ class ModelGradients:
         Tensors that several ranks hold count once.
         """
         counted = list(self._counted())
-        every = list(self.parameters.values())  # ranks that add no gradient to the norm use the same dtype
+        every = list(self.parameters.values())  # not only the counted ones, so that all ranks sum in the same dtype
         wide = torch.float64 if any(each.dtype == torch.float64 for each in every) else torch.float32
         device = every[0].device if every else torch.device("cpu")
         norms = _norms(counted, wide)

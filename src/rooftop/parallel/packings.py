@@ -265,8 +265,8 @@ def _common(one: list[Span], other: list[Span]) -> Iterator[Span]:
 
 
 def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
-    """Distribute equal chunks over ranks. In descending order of visible pairs, each chunk is given to the rank with
-    the fewest pairs so far."""
+    """Distribute equal chunks over ranks, equally many to each rank. In descending order of visible pairs, each chunk
+    is given to the rank that has the fewest pairs so far and still lacks chunks."""
     length, best = documents.length, list[Chunks]()
     least = float("inf")
     for count in CHUNKS_OF_RANK:
@@ -281,7 +281,7 @@ def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
 
 
 def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chunks], float]:
-    """Return (the positions of each rank, with `count` chunks per rank; the maximum work divided by the mean)."""
+    """Return (the positions of each rank, with `count` chunks each; the maximum work of a rank divided by the mean)."""
     size = documents.length // (count * ranks)
     pairs = [0] * (count * ranks)
     for spans in documents.spans:

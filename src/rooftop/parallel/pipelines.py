@@ -90,7 +90,7 @@ class Pipeline:
         self.progress = Progress(self._places(), device) if device.type == "cuda" else None
 
     def _places(self) -> Iterator[str]:
-        """For each instruction, the descriptions of its wait and of its computation."""
+        """Yield descriptions: for each instruction, of its wait and of its computation; then of the wait at the end."""
         arriving = {each.transfer.made_by: each.transfer for each in self.program if isinstance(each, Receive)}
         for instruction in (each for each in self.program if isinstance(each, Instruction)):
             awaited = [arriving[each] for each in self.schedule.needs(instruction) if each in arriving]
@@ -227,7 +227,9 @@ class _Step:
     place: int = 0
 
     def at(self, place: int) -> None:
-        """Record in the GPU's stream that the GPU reaches this place, so that the GPU's progress can be queried."""
+        """Record in the GPU's stream that the GPU reaches `place`, an index in `Pipeline.progress`, so that the GPU's
+        progress can be queried.
+        """
         if self.pipeline.progress is not None:
             self.pipeline.progress.mark(place)
 

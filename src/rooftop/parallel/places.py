@@ -144,5 +144,5 @@ def _is_start(frame: FrameType) -> bool:
 
 
 def _short(file: str) -> str:
-    """Shorten a path to the part that begins with the package, or to its last two parts."""
+    """Shorten a path in Rooftop to the part that begins with the package, and any other path to its last two parts."""
     return file.removeprefix(ROOFTOP) if file.startswith(ROOFTOP) else "/".join(file.split("/")[-2:])

@@ -210,7 +210,7 @@ def _at_the_store(
                 raise
 
 
-_joined: Counter[tuple[str, int, int]] = Counter()  # number of blocks of this process, by store
+_joined: Counter[tuple[str, int, int]] = Counter()  # number of blocks of this process, by address, port and attempt
 _bound = False  # whether a group of this process has ever been bound to its GPU
 
 
@@ -290,7 +290,8 @@ class _Ranks:
                     # let other ranks report first, because a launcher ends all ranks once one rank is gone
                     time.sleep(LINGER_S)
                 at = self.watch.at
-                of_another = isinstance(error, RankError) and at  # Python has finished the block, the GPU has not
+                # True if `end` has raised the error: Python had finished the block, but the GPU was at the places `at`
+                of_another = isinstance(error, RankError) and at
                 if not isinstance(error, Exception) or (first == mine and not of_another):
                     setattr(error, FAILURE, first)
                     raise

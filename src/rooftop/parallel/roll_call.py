@@ -113,7 +113,7 @@ class RollCall:
     def _verdict(self, patience_s: float) -> str:
         try:
             self.store.wait(["verdict"], timedelta(seconds=JUDGING * patience_s))
-        except RuntimeError:  # the rank that asked has ended
+        except RuntimeError:  # the rank that set `who` has ended
             self._judge(time.monotonic(), patience_s)
         return str(self.store.get("verdict").decode())
 

@@ -142,7 +142,7 @@ class Schedule:
         """
         for kind, number in (units or {}).items():
             if isinstance(number, bool) or not isinstance(number, int):
-                raise ValueError(f"drawn: units must be integers, the columns of the picture; got {kind!r}: {number!r}")
+                raise ValueError(f"drawn: units must be integers, in columns per instruction; got {kind!r}: {number!r}")
         timeline = simulate(self, units or UNITS)
         several = max(map(len, self.placement)) > 1
         columns = round(timeline.makespan)
@@ -426,8 +426,8 @@ def zbv(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _zbv_of(rank: int, ranks: int, micro_batches: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (kind, position of the stage, micro-batch) for a rank. The micro-batches are at least as many as are needed
-    to fill the pipeline, even if the step has fewer.
+    """Yield (kind, which of the rank's two stages: 0 or 1, micro-batch). The micro-batches are at least as many as are
+    needed to fill the pipeline, even if the step has fewer.
     """
     most = max(2 * ranks - 1, micro_batches)
     made: Counter[tuple[str, int]] = Counter()
@@ -529,13 +529,14 @@ def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int 
     kind = SCHEDULES[name]
     if kind.stages is None and (stages_per_rank is None or stages_per_rank < 2):
         raise ValueError(
-            f"the schedule {name} needs at least 2 stages a rank, got {stages_per_rank}: give the number of layers "
-            "per stage (--num-layers-per-virtual-pipeline-stage), or use 1f1b"
+            f"the schedule {name} needs at least 2 stages a rank, got {stages_per_rank}: give stages_per_rank (in "
+            "commands, --num-layers-per-virtual-pipeline-stage), or use 1f1b"
         )
     if kind.stages is not None and stages_per_rank not in (None, kind.stages):
         others = " or ".join(other for other, each in SCHEDULES.items() if each.stages in (None, stages_per_rank))
         raise ValueError(
             f"the schedule {name} has {kind.stages} stage{'s' if kind.stages > 1 else ''} a rank, got "
-            f"{stages_per_rank}: use {others}, or leave the stages out (--num-layers-per-virtual-pipeline-stage)"
+            f"{stages_per_rank}: use {others}, or leave out stages_per_rank (in commands, "
+            "--num-layers-per-virtual-pipeline-stage)"
         )
     return kind.make(ranks, micro_batches, stages_per_rank or kind.stages or 1)

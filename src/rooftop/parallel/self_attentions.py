@@ -229,8 +229,8 @@ def _head_norm(features: int, epsilon: float | None, group: Group) -> RMSNorm | 
 def _check(width: int, heads: int, kv_heads: int, head_features: int | None, group: Group) -> None:
     if min(width, heads, kv_heads) < 1 or (head_features is None and width % heads) or heads % kv_heads:
         raise ValueError(
-            f"ParallelSelfAttention: heads={heads} must divide width={width}, and kv_heads={kv_heads} must divide "
-            f"heads. Or give head_features, the features of a head"
+            f"ParallelSelfAttention: width={width}, heads={heads} and kv_heads={kv_heads} must be at least 1, kv_heads "
+            f"must divide heads, and heads must divide width unless head_features (the features of a head) is given"
         )
     if head_features is not None and head_features < 1:
         raise ValueError(f"ParallelSelfAttention: head_features must be at least 1, got {head_features}")

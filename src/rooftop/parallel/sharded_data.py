@@ -84,7 +84,7 @@ def fully_sharded(
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # a plain sum, since gloo supports no other reduction
+        module.set_force_sum_reduction_for_comms(True)  # a plain sum, since gloo has no averages
         if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
             module.set_reduce_scatter_unused_params(True, recurse=False)
 

@@ -103,8 +103,8 @@ def rows_of(name: str, whole: tuple[int, ...], start: int, rows: int, blocks: in
     else:
         fitting = [n for n in range(1, blocks + 1) if blocks % n == 0]
         raise ValueError(
-            f"{name} cannot be split among {count} ranks: {blocks} is not divisible by this number; "
-            f"use {', '.join(map(str, fitting[-4:]))} ranks, or change the size"
+            f"{name} cannot be split among {count} ranks: its number of indivisible blocks, {blocks}, is not divisible "
+            f"by {count}; use {', '.join(map(str, fitting[-4:]))} ranks, or change the number of blocks"
         )
     at = (start + place * size, *(0,) * (len(whole) - 1))
     return Piece(Box(whole, at, (size, *whole[1:])), holders, index % holders == 0)

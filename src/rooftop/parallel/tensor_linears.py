@@ -90,7 +90,7 @@ class ColumnParallelLinear(Deferring, LinearAct):
     ) -> None:
         widths = {"features": out_features} if isinstance(out_features, int) else dict(out_features)
         if padded and len(widths) > 1:
-            raise ValueError(f"ColumnParallelLinear: only one layer can be padded, got {', '.join(widths)}")
+            raise ValueError(f"ColumnParallelLinear: padded allows only a single layer, got {', '.join(widths)}")
         index, count = place_in(group)
         whole = (sum(widths.values()), in_features)
         if padded:
@@ -127,8 +127,8 @@ class ColumnParallelLinear(Deferring, LinearAct):
         """
         if residual is not None and (self.group is not None or with_before):
             raise ValueError(
-                "ColumnParallelLinear: a residual has all features, but a rank computes only a part: add it after a "
-                "row layer"
+                "ColumnParallelLinear: a residual cannot be given with with_before, or with several ranks, since each "
+                "rank computes only a part of the features: add it after a row layer"
             )
         if self.group is not None or (with_before and self.deferral is not None):
             y, before = self._product(input)

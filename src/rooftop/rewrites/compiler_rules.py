@@ -184,8 +184,8 @@ class InOneForm:
 
 
 def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Everything about a call's arguments for which the compiler may make another version; None for arguments other
-    than tensors and constants, which take longer to compare.
+    """Everything about a call for which the compiler may make another version. None if an argument is neither a tensor
+    nor a constant, because such arguments take longer to compare.
     """
     form: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *kwargs]
     for value in (*args, *kwargs.values()):
@@ -206,7 +206,9 @@ def _allowed_attention() -> str:
 
 
 def _is_in_form(value: Any) -> bool:
-    """Whether an argument certainly needs no change. False for structures; their tensors are checked one by one."""
+    """Whether `_without_gaps` certainly returns this argument as it is. False for structures; `mapped` then calls it
+    for each of their tensors.
+    """
     if type(value) is Tensor:
         return value.layout == torch.strided and value.is_contiguous() and not value.is_inference()
     return type(value) in CONSTANTS
@@ -286,7 +288,7 @@ def gain_compiled(times: Times, replayed: bool = False, whole: bool = True) -> f
     if times.device_ms is None or times.host_ms is None:
         return share * (saved_ms + CPU_CALL_MS * (found.operators - found.kernels))
     kernels = found.launches - found.operators + found.kernels
-    launches = not replayed and times.host_ms > 0  # False if graphs are replayed
+    launches = not replayed and times.host_ms > 0  # host_ms is 0 if the measured step replays graphs
     host_ms = START_MS + LAUNCHES_A_KERNEL * times.launch_ms * kernels if launches else 0.0
     now_ms = max(times.device_ms, times.host_ms)
     gain_ms = share * times.wall_ms * (1 - max(times.device_ms - saved_ms, host_ms) / now_ms)

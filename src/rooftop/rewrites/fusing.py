@@ -335,8 +335,8 @@ def _computed(module: nn.Conv2d, input: Tensor, residual: Tensor | None, activat
 
 
 class _Promise:
-    """The output of a convolution that will be computed with the following operations. Any access to an attribute of a
-    tensor computes the convolution without the activation.
+    """The output of a convolution that will be computed with the following operations. Access to an attribute of a
+    tensor, except `dim` and METHODS, computes the convolution without the activation.
     """
 
     def __init__(self, convolution: nn.Conv2d, input: Tensor, residual: Tensor | None = None) -> None:

@@ -229,7 +229,9 @@ def recorded(
         UncapturedError: the host synchronizes with the GPU, or the capture failed.
         OutOfMemoryError: the capture needs more memory.
     """
-    with unaware(stream) as audience:  # also in `waits`, where compiled code adapts to the replaced function
+    # The run in `waits` is also unaware: PyTorch compiles code again for the function that `unaware` replaces, which
+    # must happen before the capture.
+    with unaware(stream) as audience:
         found = waits(call)
         try:
             if not found:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MAX_SIDE = 16384  # pixels
-# least and greatest accepted length; float32 can represent both, and their products with a mesh's lengths
+# least and greatest accepted length, such as the height of a camera's view; float32 can represent both, and their
+# products with lengths from 1e-8 to 1e8
 LEAST, MOST = 1e-30, 1e30
 
 MOST_SHOWN = 200  # maximum number of characters of a given value in a message

@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
 
 LEAST_TRIANGLES = 96  # a cluster of at least this many triangles may end early
-# a cluster ends early if the next triangle is farther away than this many times the cluster's radius
+# a cluster without neighbours ends early if the nearest triangle is farther away than this many radii of a full cluster
 SPLIT_FACTOR = 2.0
 # clusters end early only in pieces of more triangles than this; smaller pieces must get as few clusters as possible
 SPLIT_FROM = 2 * layouts.MAX_TRIANGLES

@@ -124,7 +124,7 @@ class _Plain:
         self._document, self._binary, self._path = document, binary, path
         self._buffers: list[bytes] | None = None
         self._added: list[bytes] = []  # new arrays, written after the buffers; each has a buffer view
-        self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it has indices) -> the simple accessor
+        self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it holds indices) -> the simple accessor
         self._changed = False
         self._scenes = len(document.get("scenes", ()))
 

@@ -106,7 +106,7 @@ def _world_matrices(nodes: Sequence[Document]) -> list[Floats]:
 
 
 def _local(node: Document, number: int) -> Floats:
-    """The transform of a node to its parent: its matrix, or translation * rotation * scale."""
+    """The transform of a node to its parent: its matrix * translation * rotation * scale. What is missing is 1."""
     matrix = np.eye(4)
     if "matrix" in node:
         matrix[:3] = np.array(node["matrix"], np.float64).reshape(4, 4).T[:3]

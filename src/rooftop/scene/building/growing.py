@@ -65,8 +65,8 @@ def grown(
         points: (V, 3) of all pieces.
         starts, firsts: (P + 1,) where the triangles and vertices of each piece start.
         least: a cluster of at least this many triangles may end early.
-        splits: (P,) for each piece, a cluster ends early if the next triangle is farther away than this many times the
-            cluster's radius; 0 means never.
+        splits: (P,) for each piece, a cluster without neighbours ends early if the nearest triangle is farther away
+            than this many radii of a full cluster; 0 means never.
 
     Returns:
         the piece, the number of triangles and the number of vertices of each cluster; the clusters' vertices, cluster
@@ -148,8 +148,8 @@ def _add_seeds(
     seeds: Any, seed_count: Any, emitted: Any, own: Any, first: Any, corners: Any, offsets: Any, live: Any,
     around: Any, middles: Any, low: Any,
 ) -> Any:  # fmt: skip
-    """Drop the seeds that are in a cluster by now. Then add the triangles beside a finished cluster that have the
-    fewest remaining triangles around them. Return the number of seeds."""
+    """Drop the seeds that are in a cluster by now. Then add at most NEW_SEEDS triangles beside a finished cluster,
+    preferably those with the fewest remaining triangles around them. Return the number of seeds."""
     kept = 0
     for at in range(seed_count):
         if not emitted[seeds[at]]:
@@ -183,7 +183,7 @@ def _add_seeds(
 
 @helper
 def _best_seed(seeds: Any, seed_count: Any, corners: Any, live: Any, middles: Any, low: Any) -> Any:
-    """The seed with the fewest remaining triangles around it; on a tie, the nearest to the piece's corner."""
+    """The seed with the fewest remaining triangles around it; on a tie, the nearest to the piece's lowest corner."""
     best, fewest, nearest = NONE, MANY, np.inf
     for at in range(seed_count):
         seed = seeds[at]

@@ -155,7 +155,8 @@ class _Next:
         shrunk: (G,) whether the group became fewer clusters.
         spheres: (G, 4) around the clusters of each group, and also around the replacement if vertices were added.
         clusters: the clusters that replace the groups that shrank; None if no group did.
-        added: new vertices. In `corners`, the new vertices have indices from V on, as if no other batch added vertices.
+        added: new vertices. In `clusters.corners`, they have the indices that follow those of the mesh's vertices, as
+            if no other batch added vertices.
     """
 
     errors: npt.NDArray[np.float64]

@@ -24,7 +24,8 @@ from rooftop.scene.building.workers import ALONE, SHORT, Workers, chunks
 Floats = npt.NDArray[np.float64]
 
 STEPS_PER_EDGE = 64  # least number of grid steps in the mean edge
-# least number of grid steps in the mesh's extent: a quarter of a pixel if the mesh fills a picture 4096 wide
+# least number of grid steps in the mesh's extent; a step is a quarter of a pixel if the mesh fills a picture
+# 4096 pixels wide
 STEPS = 1 << 14
 # maximum number of grid steps along an axis; renderers compute in float32, which represents integers up to this exactly
 MOST_STEPS = 1 << 24
@@ -148,7 +149,10 @@ def checked_mesh(
             f"(0 to {len(points) - 1})"
         )
     if len(triangles) >= 1 << 30 or len(points) >= 1 << 31:
-        raise ValueError(f"{len(triangles):,} faces are too many: a mesh has at most 2^30; split it into several")
+        raise ValueError(
+            f"the mesh has {len(triangles):,} faces and {len(points):,} vertices: expected fewer than 2^30 faces and "
+            "fewer than 2^31 vertices; split it into several"
+        )
     used = np.zeros(len(points), bool)
 
     def use(rows: slice) -> None:
@@ -354,7 +358,7 @@ def _grid_exponent(
         return max(wanted, least), wanted < least
     if not (math.isfinite(precision) and precision > 0):
         raise ValueError(
-            f"precision, the greatest step of the grid in object units, must be more than 0, not {precision}"
+            f"precision, the greatest step of the grid in object units, must be finite and more than 0, not {precision}"
         )
     wanted = math.floor(math.log2(precision))
     if wanted < least:
@@ -379,8 +383,8 @@ def _edges_of_small(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
 
 
 def _finer_exponent(small: Floats, largest: float) -> int | None:
-    """Choose an exponent that keeps faces with these shortest edges and is not finer than the mesh's length allows.
-    None if no allowed exponent keeps a face."""
+    """Choose an exponent that keeps most of the faces with these shortest edges, and is not finer than the mesh's
+    length allows. None if even the finest allowed exponent keeps none of these faces."""
     least = max(math.ceil(math.log2(largest / MOST_STEPS)), math.ceil(math.log2(SMALLEST)))
     kept = small[small > 2 * math.ldexp(1.0, least)]
     if not len(kept):

@@ -42,7 +42,7 @@ _HARMLESS = {
     "-texres",
     "-bm",
     "-boost",
-}  # options that are ignored, because they control bump maps, or filtering in other programs
+}  # options that are ignored: -bm is for bump maps, and the others control how other programs filter images
 
 
 def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, PartMaterial] | None:
@@ -72,7 +72,7 @@ def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, Pa
 
 
 def _libraries(names: str, path: Path) -> list[Path]:
-    """The files that a `mtllib` line names: several files, or one file whose name has blanks."""
+    """The files that a `mtllib` line names: one file whose name may have blanks, or else one file for each word."""
     whole = _beside(names, path.parent)
     if whole is not None:
         return [whole]
@@ -87,7 +87,8 @@ def _libraries(names: str, path: Path) -> list[Path]:
 
 
 def _beside(name: str, folder: Path) -> Path | None:
-    """Find a file that another file names: at the path itself, or by its name in the other file's folder."""
+    """Find a file that a file in `folder` names: at the named path, relative to `folder`; else under the last part of
+    this path in `folder` itself."""
     for each in (name, name.replace("\\", "/"), PureWindowsPath(name).name):
         file = folder / each
         if each and file.is_file():
@@ -159,7 +160,9 @@ def _color(words: dict[str, tuple[int, str]], file: Path, name: str) -> tuple[fl
         numbers = [min(max(each, 0.0), 1.0) for each in given]
         red, green, blue = numbers * 3 if len(numbers) == 1 else numbers
     except ValueError as error:
-        raise InputError(f"{file}, line {number}: Kd of material {name} is {rest!r}: expected three numbers") from error
+        raise InputError(
+            f"{file}, line {number}: Kd of material {name} is {rest!r}: expected one or three numbers"
+        ) from error
     return red, green, blue
 
 

@@ -16,7 +16,7 @@ from rooftop.scene.building.ragged import starts_of
 Points = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-_STRAIGHT = 1e-12  # a corner is straight if its turn (cross product) is below this share of a polygon's squared size
+_STRAIGHT = 1e-12  # a corner is straight if its turn (cross product) is below this share of the sum of squared edges
 
 
 def cut_polygons(points: npt.NDArray[Any], counts: Ints, corners: Ints) -> Ints:
