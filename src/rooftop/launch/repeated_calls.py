@@ -5,10 +5,10 @@ devices, alignment, and values that are not tensors. So one call is observed. If
 allocates and launches, `repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls with the
 same facts. The results are identical bit for bit to those of Python.
 
-The C++ code is compiled in the background when a GPU first runs an operator of `declare(..., known=...)`, and stored in
-Rooftop's cache. Until the C++ code is compiled, and on machines without a C++ compiler, Python makes the calls.
-`ROOFTOP_COMPILED_CALLS=0` disables the C++ code, and `ROOFTOP_COMPILED_CALLS=wait` waits for its compilation. `rooftop
-doctor` shows the state of the C++ code.
+The C++ code is compiled in the background, at the latest when a call of an operator of `declare(..., known=...)` first
+repeats on a GPU, and stored in Rooftop's cache. Until the C++ code is compiled, and on machines without a C++ compiler,
+Python makes the calls. `ROOFTOP_COMPILED_CALLS=0` disables the C++ code, and `ROOFTOP_COMPILED_CALLS=wait` waits for
+its compilation. `rooftop doctor` shows the state of the C++ code.
 """
 
 from __future__ import annotations
