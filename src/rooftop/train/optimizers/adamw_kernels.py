@@ -66,7 +66,7 @@ def adamw_steps(
 @triton.jit
 def adamw_step(
     weight, gradient, average, square, narrow,  # (elements,) each
-    numbers,  # (8,) float64, a row of `adamw_numbers`
+    numbers,  # (8,) float64, a row of the result of `adamw_numbers`
     scale, elements,
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
