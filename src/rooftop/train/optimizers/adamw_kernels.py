@@ -36,7 +36,8 @@ def adamw_numbers(
 @triton.jit
 def adamw_steps(
     rows,  # (weights, 8) int64. A row: addresses of weight, gradient, average, square and narrow; number of elements;
-           # first program; row of `numbers`. All tensors are contiguous; narrow is the model's weight, or 0
+           # first program; row of `numbers`. All tensors are dense, in one memory layout. Without NARROW, the fifth
+           # address is the weight's again
     row_of,  # (programs,) int32: the row of `rows` that each program updates
     numbers,  # (any, 8) float64, from `adamw_numbers`
     scale,  # (): factor of the gradients; None: no scaling

@@ -179,7 +179,8 @@ def open_tokens(path: Path, kind: str | None = None) -> Tokens:
 
 
 def _data_of_index(path: Path) -> Path:
-    """The `.bin` file of a pair of Megatron-LM, from the name of its `.idx` file or from the common name of both."""
+    """The `.bin` file of a pair of Megatron-LM, from the name of its `.idx` file or from the common name of both. Any
+    other path is returned unchanged."""
     if path.suffix == ".idx":
         return path.with_suffix(".bin")
     pair = [Path(f"{path}{suffix}") for suffix in (".bin", ".idx")]  # `path` may have an empty name, such as "."
