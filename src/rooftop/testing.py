@@ -51,9 +51,9 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
     if bool((error > allowed).any()):
         worst = int((error - allowed).argmax())
         raise AssertionError(
-            f"{what}: finite element {worst} is {got[worst]:.9g}, exact {truth[worst]:.9g}, eager "
+            f"{what}: element {worst} of the finite elements is {got[worst]:.9g}, exact {truth[worst]:.9g}, eager "
             f"{plain[worst]:.9g}: error {error[worst]:.3g}, allowed {allowed[worst]:.3g} "
-            f"({int((error > allowed).sum())} of {error.numel()} elements exceed their limit)"
+            f"({int((error > allowed).sum())} of {error.numel()} finite elements exceed their limit)"
         )
     mean, mean_allowed = _rms(error), 2 * _rms(plain - truth) + _rms(rounding)
     if mean > mean_allowed:
@@ -61,8 +61,8 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
 
 
 def _assert_same_specials(got: Tensor, truth: Tensor, what: str) -> None:
-    """Assert that NaN is exactly where the exact result has NaN, and that infinities have the same sign. (A large
-    finite value may overflow to infinity.)"""
+    """Assert that NaN is exactly where the exact result has NaN, and that the result is the same infinity where the
+    exact result is infinite. (A large finite value may overflow to infinity.)"""
     if not torch.equal(got.isnan(), truth.isnan()):
         raise AssertionError(
             f"{what}: {int((got.isnan() & ~truth.isnan()).sum())} elements are NaN but should not be, "

@@ -455,11 +455,11 @@ WRONG = {
     ),
     "exchanged heads": (
         ["--context-parallel-size", "2", "--cp-comm-type", "a2a", "--num-attention-heads", "1"],
-        "among 2 ranks, but 1 query heads and 1 key heads are not divisible by 2",
+        "key heads that are divisible by 2 or divide 2, got 1 query heads and 1 key heads",
     ),
     "neighbours": (
         ["--context-parallel-size", "2", "--cp-comm-type", "a2a+p2p"],
-        "needs near, a number of neighbours that divides cp=2",
+        "needs near (--hierarchical-context-parallel-sizes), a number of neighbours that divides cp=2",
     ),
     "product of neighbours": (
         ["--context-parallel-size", "2", "--hierarchical-context-parallel-sizes", "2", "2"],

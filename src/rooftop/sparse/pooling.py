@@ -52,8 +52,8 @@ class SparsePool(SparseModule):
         *,
         num_out_act_bound: int | None = None,
     ) -> None:
-        """Create the layer. Positional arguments are spconv's, in spconv's order. The keyword-only argument is
-        Rooftop's.
+        """Create the layer. Positional arguments are spconv's, in spconv's order. The keyword-only argument,
+        `num_out_act_bound`, is Rooftop's.
 
         Args:
             ndim: number of dimensions of the grid, 1 to 4.

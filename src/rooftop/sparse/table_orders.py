@@ -159,7 +159,7 @@ class NeighbourTable:
         if self.by_row is not None:
             return self.by_row.shape[1]
         assert self.ordered is not None
-        lines = self.ordered.shape[0] - 1  # columns of the ordered table: T taps, and one mask per 32 taps
+        lines = self.ordered.shape[0] - 1  # after the row numbers: one line of masks per 32 taps, and a line per tap
         return lines - -(-lines // 33)
 
     @property

@@ -232,7 +232,10 @@ class PointToVoxel:
         if pc.shape[1] != self.num_point_features:
             raise ValueError(f"PointToVoxel: expected {self.num_point_features} features, got pc {tuple(pc.shape)}")
         if pc.device.type != self.device.type:
-            raise ValueError(f"PointToVoxel: expected points on {self.device}, got points on {pc.device}: pass device=")
+            raise ValueError(
+                f"PointToVoxel: expected points on {self.device}, got points on {pc.device}: create PointToVoxel "
+                "with the points' device"
+            )
         cells, inside = _cells(pc, self._grid)
         found = _by_voxel(_keys(cells, inside, self._grid.shape))
         # the first point of each voxel, in the order of the points
@@ -378,14 +381,16 @@ def _check_batch(points: Tensor, batch: Tensor | None) -> None:
 
 
 def _most_elements(cells: int) -> int:
-    """The maximum number of batch elements, which int32 indices and int64 keys can represent."""
+    """The maximum number of batch elements that int32 indices and int64 keys can represent."""
     return min(INT32_SIZE, (NO_KEY - 1) // cells)
 
 
 def _last_element(batch: Tensor | None, cells: int) -> Tensor | None:
-    """Return the maximum of `batch` on the CPU, or None if no int32 number can be too large.
+    """Return the maximum of `batch` on the CPU. None: `batch` is None or empty, or it is int32 and no int32 element can
+    be too large.
 
-    A GPU copies the maximum to the CPU while the host continues. The host may read it after the next wait.
+    A GPU copies the maximum to the CPU while the host continues. So the host must wait for the GPU before it reads the
+    maximum.
     """
     if batch is None or not batch.numel() or (batch.dtype == torch.int32 and _most_elements(cells) == INT32_SIZE):
         return None

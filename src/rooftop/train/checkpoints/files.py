@@ -30,7 +30,7 @@ from zlib import crc32
 BLOCK_BYTES = 4 << 20  # each block has a checksum of 8 digits: 200 kB per 100 GB
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """Bytes per element of each dtype, by the dtype's name in safetensors."""
-CHECKERS = 2  # number of checksum threads: one thread computes 2.5 GB/s, and disks write up to 5 GB/s
+CHECKERS = 2  # number of checksum threads: one thread checksums 2.5 GB/s, and disks write up to 5 GB/s
 NICENESS = 10  # niceness of the writing process, which must not delay the threads of the training
 WAITING_CHECKSUM = "0" * 8
 METADATA = "rooftop"

@@ -63,8 +63,8 @@ class OlderTensors:
                 part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
                 if own is None and "shards" not in part and ranks > 1:
                     raise InputError(
-                        f"a training of {ranks} tensor parallel ranks, in a format that does not record the pieces "
-                        "of each rank: resume it with the same number of ranks, and save it again"
+                        f"{folder} has a training of {ranks} tensor parallel ranks, in a format that does not record "
+                        "the pieces of each rank: resume it with the same number of ranks, and save it again"
                     )
                 self._add(part, _as_first(own[1]) if own is not None else shards_from(part.get("shards", {})))
         except InputError:

@@ -106,7 +106,7 @@ def _check_complete(holders: Mapping[FilePiece, object], wholes: Mapping[str, tu
 
 
 def _cut(piece: FilePiece, holders: int, most: int) -> list[FilePiece]:
-    """Cut a part by rows if several ranks hold it and can share the work."""
+    """Cut a part by rows into pieces of about `most` bytes if several ranks hold it and can share the work."""
     parts = min(ceil(piece.bytes / most), piece.size[0]) if piece.size and holders > 1 else 1
     rows = ceil(piece.size[0] / parts) if parts > 1 else 0
     if not rows:

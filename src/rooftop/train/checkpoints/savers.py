@@ -154,7 +154,7 @@ class Saver:
                 self._finish()
 
     def _writing(self) -> Callable[[], None]:
-        """Start the copy of this rank's data, and return the function that writes the copy to the disk."""
+        """Return the function that writes this rank's data to the disk. If `asynchronous`, start to copy the data."""
         if not self._pieces:
             return _nothing
         path, sources = self._temporary / file_name(self._agreement.rank), self._sources()
@@ -262,11 +262,13 @@ class Saver:
             error: the error on this rank.
 
         Raises:
-            OSError, RuntimeError: the failure.
+            OSError: all failures are `OSError`.
+            RuntimeError: a rank failed in another way.
         """
         self._end_task()
         said = self._agreement.gathered(None if error is None else (isinstance(error, OSError), _words(error)))
-        self._agreement.exchange([0, 0, self._parts])  # no rank reads messages after this
+        # drops the numbers of the previous exchange, which may report the same failure again
+        self._agreement.exchange([0, 0, self._parts])
         self._phase, self._task, self._process = NOTHING, None, None
         if self._staging is not None:
             self._staging.wait_to_change()

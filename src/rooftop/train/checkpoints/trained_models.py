@@ -87,7 +87,9 @@ def load_trained_gpt(
     there = {name for name in saved.entries if not name.startswith(f"{OPTIMIZER}.")}
     if there != parameters.keys():
         other = sorted(there ^ parameters.keys())
-        raise InputError(f"{record.folder} does not fit its own training.json: {', '.join(other[:3])}")
+        raise InputError(
+            f"{record.folder} does not fit its own training.json: only one of them has {', '.join(other[:3])}"
+        )
     shards = shards_of(model)
     for name, parameter in parameters.items():
         whole = Box.whole(parameter.shape)

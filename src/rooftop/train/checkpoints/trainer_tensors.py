@@ -63,7 +63,8 @@ def _held(name: str, value: Tensor, shard: Shard | None) -> HeldTensor:
 
 
 def _weights(trainer: GptTrainer) -> Iterator[tuple[str, Tensor, Shard | None]]:
-    """The name of each weight in the whole model, and this rank's part of it; None: the whole weight."""
+    """For each weight: its name in the whole model, this rank's tensor, and the shard that the tensor holds; None: the
+    tensor is the whole weight."""
     shards = shards_here(trainer)
     for own_name, weight in trainer.weights.named.items():
         name = whole_name(trainer.training.config, own_name)

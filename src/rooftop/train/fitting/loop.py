@@ -127,7 +127,8 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def _settings_of_torch(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Use deterministic algorithms or autotuned convolutions within the block; then restore all settings."""
+    """Use deterministic algorithms within the block if the recipe sets run.deterministic, otherwise autotuned
+    convolutions; then restore all settings."""
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(CUBLAS_WORKSPACE)
     if recipe.run.deterministic:
@@ -364,8 +365,8 @@ class _Fitting:
         """Report the results of the steps whose reading has begun, if any.
 
         Raises:
-            DivergedError: a loss or gradient was not finite and the recipe does not skip such steps, or too many steps
-                or all steps were skipped.
+            DivergedError: a loss or gradient was not finite and the recipe does not skip such steps; or more than
+                faults.most_skipped consecutive steps, or all steps of the training, were skipped.
         """
         if self._reading is None:
             return
@@ -399,7 +400,7 @@ class _Fitting:
             self._tell("noted", note)
         if loading := self._loading():
             self._tell("noted", f"loading {loading}")
-        if self.first:  # later, `_evaluate` and `_save` tell of the samples of all ranks
+        if self.first:  # later, `_evaluate` and `_save` report the damaged samples of all ranks
             self._tell_of_damage([self._damage()])
         if trouble:
             raise DivergedError(trouble)
@@ -454,8 +455,8 @@ class _Fitting:
     # ---- evaluations and checkpoints ---------------------------------------------------------------------------------
 
     def _evaluate(self, step: int, ended: bool) -> None:
-        """Evaluate the model, with the mean weights if there are any. Export the weights as "best" if no earlier result
-        is better, and as "last" if the training ends here."""
+        """Evaluate the model, with the mean weights if there are any. Export the weights as "best" if the result is
+        better than all earlier results, and as "last" if the training ends here."""
         self._share(self.task.model.buffers())
         with self.stepper.mean_weights():
             if ended:

@@ -47,7 +47,7 @@ class PutBack:
 
 
 class _Room:
-    """Memory for two copies of tensors of one dtype on one device."""
+    """Memory for two copies, the earlier and the current values, of tensors of one dtype on one device."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors

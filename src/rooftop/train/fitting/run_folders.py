@@ -105,7 +105,7 @@ def _described(samples: Samples | None) -> dict[str, Any] | None:
 
 
 def _content(samples: Samples, index: int) -> int | str:
-    """A checksum of all numbers and strings in a sample."""
+    """A checksum of all numbers and strings in a sample; for a damaged sample, the name of the error's type."""
     try:
         leaves = pytree.tree_leaves(sample(samples, index, 0, 0))
     except Exception as error:  # a damaged sample is reported when the training reads it

@@ -219,7 +219,7 @@ class Stepper:
             self._weights.take(self._stepped())
             self.optimizer.step()
             self._weights.put_back(skip)
-        for new in self._stepped():  # the first step creates these states; if that step is skipped, they are set to 0
+        for new in self._stepped():  # a state that this step created is set to 0 if the step is skipped
             if id(new) not in before:
                 new.copy_(torch.where(skip, torch.zeros_like(new), new))
 

@@ -262,7 +262,8 @@ class GptTrainer:
         return made
 
     def _replay(self, replayed: Replayed, text: Tensor) -> tuple[Tensor, ...]:
-        """Call `_gradients_of`, or replay its CUDA graph, which writes gradients to the addresses of the capture."""
+        """Replay the CUDA graph of `_gradients_of`, which writes gradients to the addresses of the capture. The first
+        steps call `_gradients_of` itself, before the capture."""
         if self._held is None:
             self.optimizer.zero_grad()  # without this, backward would add to existing gradients
         with torch.no_grad():
@@ -383,14 +384,15 @@ class GptTrainer:
         }
 
     def _positions_of(self, packing: Packing) -> Tensor:
-        """The positions of this rank's tokens, (S,) or (B, S)."""
+        """The positions of this rank's tokens: (S,), or (B, S) if positions restart at each document."""
         chunks = packing.held[self.context.index]
         if not self.training.reset_positions or packing.documents is None:
             return chunks.positions(self.device)
         return uploaded(chunks.of(packing.documents.positions(), 1), self.device)
 
     def _sent(self, numbers: Tensor) -> Tensor:
-        """Copy a tensor to the GPU without waiting."""
+        """Copy a tensor to pinned memory if the device is a GPU. From there, `Replayed` copies it to the GPU without a
+        wait of the host."""
         return numbers.pin_memory() if self.device.type == "cuda" else numbers
 
 

@@ -361,17 +361,17 @@ class GptTraining:
             )
         if transport == "a2a+p2p" and (self.near is None or layout.cp % self.near):
             raise ValueError(
-                f"the transport a2a+p2p (--cp-comm-type) needs near, a number of neighbours that divides "
-                f"cp={layout.cp} (--hierarchical-context-parallel-sizes), got {self.near}"
+                "the transport a2a+p2p (--cp-comm-type) needs near (--hierarchical-context-parallel-sizes), a number "
+                f"of neighbours that divides cp={layout.cp}, got {self.near}"
             )
         ranks = layout.cp if transport == "a2a" else self.near if transport == "a2a+p2p" else 1
         heads, kv_heads = self._heads_in(layout)
         assert ranks is not None
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             raise ValueError(
-                f"the transport {transport} (--cp-comm-type) divides the heads of a tensor parallel rank among "
-                f"{ranks} ranks, but {heads} query heads and {kv_heads} key heads are not divisible by {ranks}: "
-                "use p2p or all_gather"
+                f"the transport {transport} (--cp-comm-type) divides the heads of a tensor parallel rank among {ranks} "
+                f"ranks: expected query heads that are divisible by {ranks}, and key heads that are divisible by "
+                f"{ranks} or divide {ranks}, got {heads} query heads and {kv_heads} key heads. Use p2p or all_gather"
             )
 
     def transport_in(self, layout: Layout) -> str:

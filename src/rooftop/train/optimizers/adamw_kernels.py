@@ -36,7 +36,8 @@ def adamw_numbers(
 @triton.jit
 def adamw_steps(
     rows,  # (weights, 8) int64. A row: addresses of weight, gradient, average, square and narrow; number of elements;
-           # first program; row of `numbers`. All tensors are contiguous; narrow is the model's weight, or 0
+           # first program; row of `numbers`. All tensors are dense, in one memory layout. Without NARROW, the fifth
+           # address is the weight's again
     row_of,  # (programs,) int32: the row of `rows` that each program updates
     numbers,  # (any, 8) float64, from `adamw_numbers`
     scale,  # (): factor of the gradients; None: no scaling
@@ -66,7 +67,7 @@ def adamw_steps(
 @triton.jit
 def adamw_step(
     weight, gradient, average, square, narrow,  # (elements,) each
-    numbers,  # (8,) float64, a row of `adamw_numbers`
+    numbers,  # (8,) float64, a row of the result of `adamw_numbers`
     scale, elements,
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -267,7 +267,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def _constants(weight: torch.dtype, eps: float, has_narrow: bool, scaled: bool) -> dict[str, Any]:
-    """The constants of both kernels, and launch parameters."""
+    """The constants of `adamw_step` and of `adamw_steps`, and launch parameters."""
     import triton.language as tl
 
     wide = tl.float64 if weight == torch.float64 else tl.float32

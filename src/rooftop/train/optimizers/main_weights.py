@@ -221,7 +221,8 @@ class _Gradients:
         return self._versions[main][1] != own._version
 
     def adopt(self, main: Tensor, own: Tensor) -> None:
-        """Call `adopt` before the first gradient of a step, for optimizers that do not call `before_step`."""
+        """Before the first gradient of a step, copy values that the user wrote to the model's weight into the main
+        weight. Do nothing if the optimizer calls `before_step`."""
         if self.step_adopts or main.grad is not None or main in self.narrow or self.was_written(main):
             return
         with torch.no_grad():

@@ -87,7 +87,7 @@ def _set_dropout(model: nn.Module, p: float) -> str:
 
 
 def _set_stochastic_depth(model: nn.Module, highest: float) -> int:
-    """Set the probability of each residual block; returns the number of blocks."""
+    """Set the probability of skipping each residual block; returns the number of blocks."""
     blocks: list[list[nn.Module]] = []  # for each block, the modules that can skip its branches
     for module in model.modules():
         own = [child for child in module.children() if type(child).__name__ in DROPPING]

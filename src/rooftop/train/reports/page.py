@@ -116,7 +116,7 @@ class Page:
         )
 
     def _figures(self) -> list[tuple[str, str]]:
-        """The large numbers of the page: best metric first, then speed, waiting, memory and roof."""
+        """The numbers in large type on the page: best metric first, then speed, waiting, roof and memory."""
         history, figures = self.history, list[tuple[str, str]]()
         best, task = history.best(), history.task
         if best is not None and task is not None and task.best in best.values:

@@ -55,7 +55,7 @@ class TaskRoof:
 
 
 class _Step(nn.Module):
-    """A module that computes the loss of a batch, without arguments."""
+    """A module that computes the loss of a batch."""
 
     def __init__(self, model: nn.Module, task: Any, precision: str) -> None:
         super().__init__()

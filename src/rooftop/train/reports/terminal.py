@@ -33,7 +33,7 @@ class Terminal:
         self.history = History(recipe.run.batch)
         self._say, self._warn, self._progress = say, warn, progress
         self._told = 0  # number of steps that were reported in lines
-        self._epoch = 0.0  # epoch of the last line
+        self._epoch = 0.0  # number of whole epochs at the last line
 
     def began(self, facts: Facts, task: Any) -> None:
         self.history.began(facts, task)

@@ -48,10 +48,10 @@ from rooftop.train.tasks.generated.digits import SCIKIT_LEARN, TRAINED_ON, digit
 from rooftop.train.tasks.task import Task
 
 DIGITS = "digits"
-SMALL = 64  # if the first image's shorter side has at most this many pixels, all images get this side
+SMALL = 64  # if the shorter side of the first image has at most this many pixels, all images are cropped to that side
 USUAL_SIZE = 224
 DIGIT_SIZE = 8
-HELD_OUT = 10  # if the folder has no val/, one in this many images is held out
+HELD_OUT = 10  # if the folder has no train/ and val/, one in this many images of each class is held out, at least one
 TRIED = 100  # number of images to try for the usual size, because damaged images may be skipped
 SHOWN = 12  # number of examples on the page
 SHOWN_SIDE = 192  # minimum length of the sides of an example, in pixels

@@ -46,7 +46,8 @@ HIGHEST_SEED = 1 << 40  # highest seed of a training sequence; held-out sequence
 SETTLED_BY = 8  # number of batches from which the norms' statistics are recomputed at the end
 LEAST, MOST = 0.01, 0.99  # copied frames are clamped to this range, so that the cross entropy of copying stays bounded
 TRAINED_PART = 0.8  # this fraction of each video, from its start, is for training
-SHOWN, SHOWN_SIDE = 2, 96  # number of examples, and smallest side of a frame in pixels
+# number of examples; small frames are enlarged by a whole factor, to at most this height in pixels
+SHOWN, SHOWN_SIDE = 2, 96
 
 OF_DIGITS: Values = {
     "run": {"epochs": 1, "batch": 8},
@@ -261,7 +262,10 @@ def _videos(path: Path, frames: int, side: int) -> _Sequences:
             valid.append(number)
     if not train or not valid:
         longest = max(len(reader) for reader in clips.readers)
-        raise InputError(f"{path} has {longest} frames: expected at least {5 * frames}, as the last fifth is held out")
+        raise InputError(
+            f"{path}: the longest video has {longest} frames: expected at least {5 * frames}, as the last fifth is "
+            "held out"
+        )
     return _Sequences(Clips(clips, train), Clips(clips, valid))
 
 

@@ -51,7 +51,7 @@ FIRST_SEED = 1 << 32  # first seed of the held-out pictures; training pictures h
 SIDE = 64  # side of a picture of shapes, in pixels
 SHORTER, LONGER = 800, 1333  # size of a photograph's shorter side, and maximum size of its longer side, in pixels
 HELD_OUT = 10  # if the folder has no instances_val, one in this many photographs is held out
-SHOWN, SHOWN_SIDE, SURE = 8, 256, 0.5  # number of examples; their size in pixels; minimum score of the boxes drawn
+SHOWN, SHOWN_SIDE, SURE = 8, 256, 0.5  # number of examples; their shorter side in pixels; minimum score of drawn boxes
 
 BUILDERS = {build.__name__: build for build in (detr_small, detr_resnet50, detr_resnet101)}
 
@@ -137,7 +137,8 @@ class DetectionLoss:
     def __call__(self, model: nn.Module, batch: tuple[Sequence[Tensor], Sequence[Target]]) -> Tensor:
         images, targets = batch
         device = images[0].device
-        criterion = self.criterion.to(device).train(model.training)  # in validation, ranks may have unequal batches
+        # in training, the criterion communicates with the other ranks; in validation, a rank may have no batch
+        criterion = self.criterion.to(device).train(model.training)
         criterion.matcher = Matcher(batched=device.type == "cuda")  # `batched` does not wait for the GPU
         one_size = all(image.shape == images[0].shape for image in images)
         predictions = model(torch.stack(list(images)) if one_size else list(images))

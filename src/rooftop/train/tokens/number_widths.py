@@ -32,8 +32,8 @@ KINDS: dict[str, np.dtype[Any]] = {
 PLACES, LOOKED_AT = 64, 8192  # samples per file, and bytes per sample (a multiple of the size of the widest number)
 UPPER_HALF, NEIGHBOUR = 1 / 64, 1 / 4  # limits of the ratio of means, as described above
 TEXT_BYTES = 64  # in this many bytes, 16-bit tokens nearly always contain a zero or invalid UTF-8
-# BYTE_PAIRS: pairs of bytes needed to compare two distributions. BYTE_VALUES: number of byte values in text. SAME:
-# maximum distance of two distributions that count as the same.
+# BYTE_PAIRS: minimum number of pairs of bytes to compare two distributions. BYTE_VALUES: maximum number of different
+# byte values in text. SAME: maximum distance of two distributions that count as the same.
 BYTE_PAIRS, BYTE_VALUES, SAME = 1 << 11, 224, 0.1
 
 
@@ -70,7 +70,8 @@ def _sample(path: Path, size: int) -> NDArray[np.uint8]:
 
 
 def _mean_ratio(halves: NDArray[Any], path: Path, candidates: str) -> float:
-    """Ratio of the mean at odd positions to the mean at even positions; below `NEIGHBOUR`, neighbours are two halves.
+    """Ratio of the mean at odd positions to the mean at even positions. A ratio below `NEIGHBOUR` means that two
+    neighbours are the halves of one number.
 
     Raises:
         InputError: the ratio is neither near 0 nor near 1.

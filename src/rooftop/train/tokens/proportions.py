@@ -89,9 +89,10 @@ class Proportions:
     def _draw(
         self, behind: list[int], drawn: list[int], count: int, all_of: int
     ) -> tuple[list[int], list[int], Ints, Ints]:
-        """Draw `count` times; returns the new state, and the sources and numbers of the draws.
+        """Draw `count` times; returns the new state, the source of each draw, and the source's number of earlier draws.
 
-        `all_of` is the total number of draws of the caller, in all calls; it decides whether compilation pays.
+        `all_of` is the number of draws in this call and in the next calls of the same loop; it decides whether
+        compilation pays.
         """
         which, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         if all_of >= COMPILED and numba_works():
@@ -104,7 +105,8 @@ class Proportions:
 
 
 def _whole(weights: Sequence[Fraction]) -> list[int]:
-    """Convert weights to integers without a common factor; the sum of the integers is at most about `FINEST`."""
+    """Convert weights to the smallest integers with the same ratios. If a weight is too fine for integers with a sum of
+    `FINEST`, the integers are rounded, and their sum is about `FINEST`."""
     total = sum(weights)
     shares = [weight / total for weight in weights]
     common = math.lcm(*(share.denominator for share in shares))
@@ -116,7 +118,7 @@ def _whole(weights: Sequence[Fraction]) -> list[int]:
 
 
 def _draws(parts, behind, drawn, period, which, numbers):  # type: ignore[no-untyped-def]
-    """Fill `which` and `numbers` with draws.
+    """Write the source of each draw to `which`, and the source's number of earlier draws to `numbers`.
 
     `behind` says how many draws each source is behind its share, in units of 1 / `period`.
     """

@@ -145,8 +145,8 @@ def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", min(size, LLMC_HEADER_BYTES) // 4)
     magic = int(header[0]) if len(header) else 0
-    # After the count, a header has only zeros. If one of these numbers is not zero, the file has no header, and its
-    # first token equals the magic number by chance.
+    # From index 32 on, a header has only zeros. If one of these numbers is not zero, the file has no header, and its
+    # first number equals the magic number by chance.
     if magic not in LLMC_TOKENS | LLMC_OTHERS or header[32:].any():
         return None
     if magic in LLMC_OTHERS:

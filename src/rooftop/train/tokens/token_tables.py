@@ -82,7 +82,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _check_one_split(path: Path, files: list[Path]) -> None:
-    """Raise InputError if a folder has several splits, such as train and test."""
+    """Raise InputError if a folder has several splits, such as train and test, or files of several kinds."""
     found = {(file.parent, file.suffix, NUMBERED.sub("", file.stem)) for file in files}
     if len(found) > 1:
         names = ", ".join(sorted(str(file.relative_to(path)) for file in files)[:4])

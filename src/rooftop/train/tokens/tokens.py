@@ -73,7 +73,10 @@ class Tokens:
             IndexError: there are fewer than `stop` tokens.
         """
         if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"{self.source} has tokens 0 to {len(self)}, not {start} to {stop}")
+            raise IndexError(
+                f"{self.source} has {len(self)} tokens: expected 0 <= start <= stop <= {len(self)}, got {start} "
+                f"and {stop}"
+            )
         found = np.empty(stop - start, np.int64)
         at, place = start, bisect_right(self._ends, start)
         while at < stop:
@@ -86,7 +89,10 @@ class Tokens:
     def part(self, start: int, stop: int, name: str) -> Tokens:
         """Return tokens `start` to `stop - 1` without a copy; `name` names this part in error messages."""
         if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"{self.source} has tokens 0 to {len(self)}, not {start} to {stop}")
+            raise IndexError(
+                f"{self.source} has {len(self)} tokens: expected 0 <= start <= stop <= {len(self)}, got {start} "
+                f"and {stop}"
+            )
         spans = zip([0, *self._ends], self.parts, strict=False)
         pieces = [part[max(0, start - first) : max(0, stop - first)] for first, part in spans]
         source = f"{self.source} ({name})"
@@ -168,12 +174,13 @@ def open_tokens(path: Path, kind: str | None = None) -> Tokens:
     if path.is_dir():
         return _text_of_folder(path)
     if not path.is_file() or not _is_text(path):
-        raise InputError(f"{path} is not text: it has zero bytes. Names of token files must end in .bin or .npy")
+        raise InputError(f"{path} is not text: it has bytes that are 0. Names of token files must end in .bin or .npy")
     return Tokens([mapped(path, np.dtype(np.uint8))], str(path), text=True)
 
 
 def _data_of_index(path: Path) -> Path:
-    """The `.bin` file of a pair of Megatron-LM, from the name of its `.idx` file or from the common name of both."""
+    """The `.bin` file of a pair of Megatron-LM, from the name of its `.idx` file or from the common name of both. Any
+    other path is returned unchanged."""
     if path.suffix == ".idx":
         return path.with_suffix(".bin")
     pair = [Path(f"{path}{suffix}") for suffix in (".bin", ".idx")]  # `path` may have an empty name, such as "."

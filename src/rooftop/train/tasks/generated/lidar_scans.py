@@ -259,8 +259,8 @@ def scan(solids: Solids, scanner: Scanner, places: Tensor, seed: int) -> Scan:
     deeper = -solids.depth_m[solid] * drawn().clamp(min=1e-6).log()
     noise = scanner.noise_m * torch.randn(len(distance), generator=chance, device=device)
     distance = distance + deeper + noise
-    # The intensity of returned light falls with the square of the distance. Foliage has no surface, so for foliage
-    # the angle is ignored.
+    # `signal`, the returned light, falls with the square of the distance; `intensity` does not depend on the distance.
+    # Foliage has no surface, so for foliage the angle is ignored.
     cosine = torch.where(solids.depth_m[solid] > 0.1, 0.7, cosine)
     intensity = (solids.reflectivity[solid] * cosine * (0.9 + 0.2 * drawn())).clamp(0, 1)
     signal = intensity * (scanner.farthest_m / (2 * distance)) ** 2
