@@ -68,7 +68,9 @@ def conv_act_reference(
 
 class Kept(NamedTuple):
     """The values that backward needs. `saved` is the activation's result if `of_output`, else the activation's input.
-    `saved` is None if there is no activation, and in a traced program, which keeps bias and residual instead.
+
+    `saved` is None if there is no activation. `saved` is also None in a traced program, if the activation's gradient
+    needs the activation's input. Backward then computes this input again, and only then are bias and residual kept.
     """
 
     x: Tensor
