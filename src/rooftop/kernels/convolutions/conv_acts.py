@@ -274,7 +274,8 @@ def conv_act_plan(
     activation: str | None = None,
 ) -> ConvPlan:
     """Return how `conv_act` would compute a call, and the reason, without computing it. Arguments and errors are those
-    of `conv_act`. The plan, like the call, depends on whether a gradient will be needed.
+    of `conv_act`, except for the errors about gradients. The plan, like the call, depends on whether a gradient will be
+    needed.
     """
     prepared = _prepared("conv_act_plan", input, weight, bias, residual, stride, padding, dilation, groups, activation)
     x, weight, bias, residual, later, geometry, after = prepared
