@@ -216,8 +216,8 @@ class CrossEntropyBackward(NamedTuple):
 class KeptGradient(NamedTuple):
     """The values that backward needs if forward has computed the gradient. A second derivative also needs the logits.
 
-    Only a weak reference to the logits is kept, because the fused kernel exists to save the memory of the logits.
-    Callers that need a second derivative usually still have a reference to the logits.
+    If a kernel computes the loss, only a weak reference to the logits is kept, because the fused kernel exists to save
+    the memory of the logits. Callers that need a second derivative usually still have a reference to the logits.
     """
 
     gradient: Tensor
