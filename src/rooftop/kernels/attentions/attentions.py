@@ -526,7 +526,7 @@ def attention_plan(
     direction: Direction = "forward",
 ) -> AttentionPlan:
     """Return the back end that `attention` uses for the same arguments, and the reason; `direction` is "forward" or
-    "backward".
+    "backward". Unlike `attention`, the function does not cast tensors under autocast: pass tensors of autocast's dtype.
 
     Raises:
         TypeError, ValueError: as in `attention`, or if the direction is unknown.

@@ -121,7 +121,7 @@ def splits_of(programs: int, room: int, tile: int, multiprocessors: int) -> int:
 
     Args:
         programs: number of programs if the positions were not split.
-        room: the maximum number of positions of a sequence.
+        room: the maximum number of positions to which a query can attend.
         tile: positions that a program reads in one step.
         multiprocessors: the GPU's number of multiprocessors.
     """
@@ -186,8 +186,8 @@ def _attend(
 
 
 class PagedAttention(NamedTuple):
-    """The operator of `paged_attention`. `positions`: the number of positions that the queries attend to, if known;
-    only the cost depends on this number.
+    """The operator of `paged_attention`. `positions`: the number of positions that the queries of all sequences attend
+    to, added up, if known; only the cost depends on this number.
     """
 
     query: Tensor
@@ -244,8 +244,8 @@ def paged_attention(
     Args:
         query: (B, H, D), bfloat16, float16, float32 or float64; D up to 256.
         keys, values: (N, H_k, P, D) each, N pages of P positions, with the dtype of the queries. H is a multiple of
-            H_k; the H / H_k query heads from h * H / H_k on share key head h. Positions that no query attends to may
-            contain any values.
+            H_k; the query heads h * H / H_k to (h + 1) * H / H_k - 1 share key head h. Positions that no query attends
+            to may contain any values.
         pages: (B, W) int32 or int64, the pages of each sequence in order.
         lengths: (B,) int32 or int64, the number of positions that each query attends to, from 0 to W * P. If a length
             is 0, the result of that query is 0.

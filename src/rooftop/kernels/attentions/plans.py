@@ -74,7 +74,7 @@ class AttentionPlan:
     Attributes:
         backend: "flash", "cudnn", "efficient", or "reference" (plain PyTorch).
         reason: why this back end was chosen.
-        refused: for each back end that cannot compute the call, the reason.
+        refused: for each back end that would have been preferred but cannot compute the call, the reason.
     """
 
     backend: str

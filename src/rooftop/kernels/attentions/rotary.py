@@ -152,8 +152,8 @@ class Rope(NamedTuple):
     def gradients(
         kept: tuple[Any, ...], wanted: Sequence[bool], dy: Tensor | None, dother: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The gradient is the rotation by the negative angles. The rotation is linear, so second derivatives are
-        correct.
+        """Rotate the gradients of the results by the negated angles. The same operator computes this rotation, so the
+        gradient can be differentiated as well.
         """
         (shape, dtype), of_other, *tables, conjugate = kept
         if dy is None:

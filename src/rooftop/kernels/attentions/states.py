@@ -177,8 +177,8 @@ class MergeAttentionStatesBackward(NamedTuple):
         return like_rows(self.out_a), dlse_a, like_rows(self.out_b), dlse_b
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: 5 for each element (two gradients, and a sum over the difference of the outputs), and 15 for the
-        weights of each row.
+        """Flops: 5 for each element (a product for dout_a and one for dout_b; a difference, a product and a sum for
+        dout . (out_a - out_b)), and 15 for the weights of each row.
         """
         flops = 5 * self.dout.numel() + 15 * self.lse_a.numel()
         return Cost(distinct_bytes(self), distinct_bytes(made), {precision_of(self.lse_a.dtype): flops})

@@ -68,7 +68,9 @@ def conv_act_reference(
 
 class Kept(NamedTuple):
     """The values that backward needs. `saved` is the activation's result if `of_output`, else the activation's input.
-    `saved` is None if there is no activation, and in a traced program, which keeps bias and residual instead.
+
+    `saved` is None if there is no activation. `saved` is also None in a traced program, if the activation's gradient
+    needs the activation's input. Backward then computes this input again, and only then are bias and residual kept.
     """
 
     x: Tensor
@@ -272,7 +274,8 @@ def conv_act_plan(
     activation: str | None = None,
 ) -> ConvPlan:
     """Return how `conv_act` would compute a call, and the reason, without computing it. Arguments and errors are those
-    of `conv_act`. The plan, like the call, depends on whether a gradient will be needed.
+    of `conv_act`, except for the errors about gradients. The plan, like the call, depends on whether a gradient will be
+    needed.
     """
     prepared = _prepared("conv_act_plan", input, weight, bias, residual, stride, padding, dilation, groups, activation)
     x, weight, bias, residual, later, geometry, after = prepared

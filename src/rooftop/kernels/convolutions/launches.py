@@ -68,8 +68,12 @@ def has_cudnn(x: Tensor) -> bool:
 
 
 def copied(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: Geometry) -> bool:
-    """Whether TMA tensor descriptors can describe all operands. The channels of a pixel must be a multiple of 16 bytes,
-    and the convolution's strides must divide the image's height and width.
+    """Whether TMA tensor descriptors can describe all operands. There must be one group, and addresses and the output
+    channels of a pixel must be multiples of 16 bytes.
+
+    The input channels of a pixel must be a multiple of 32 bytes. If windows have several pixels or the image is padded,
+    the convolution's strides must divide the image's height and width. Both do not apply to images of fewer than
+    `LEAST_CHANNELS` channels, which are packed first.
     """
     group = GROUP_BYTES // x.element_size()
     aligned = all(t.data_ptr() % GROUP_BYTES == 0 for t in (x, weight, residual) if t is not None)
@@ -204,8 +208,8 @@ class Boxes:
 
 
 def boxes_of(x: Tensor, geometry: Geometry) -> Boxes:
-    """Describe x, channels last, as `Boxes`. The channels of a pixel must be a multiple of 16 bytes, and the
-    convolution's strides must divide the height and width of x.
+    """Describe x, channels last, as `Boxes`. The channels of a pixel must be a multiple of 16 bytes. If windows have
+    several pixels or the image is padded, the convolution's strides must divide the height and width of x.
     """
     batch, channels, height, width = x.shape
     (down, right), line = geometry.stride, width * channels
@@ -228,6 +232,9 @@ def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor
     Pixels get additional channels, so that neighbouring windows begin a multiple of 16 bytes apart. Lines are padded on
     the left and right. Then KW pixels of CHANNELS channels act as one wide pixel of KW * CHANNELS channels, a power of
     2, and the window is KH x 1. Neighbouring wide pixels may overlap in memory.
+
+    If the window is dilated horizontally, its line is not contiguous: then the image only gets additional channels, and
+    additional lines and pixels for the strides (`_widened`).
     """
     pixel, run, _ = packing(geometry, x.element_size())
     if pixel == run:

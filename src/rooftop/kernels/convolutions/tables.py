@@ -1,8 +1,8 @@
 """Choose a kernel and its parameters, or a library, by the shape of a convolution and the operations after it.
 
 `MEASURED_ON_HOPPER` contains measurements on an H200 (`benchmarks/tuning/conv_acts.py` prints its lines). A call uses
-the fastest choice for the nearest measured shape of the same kind. If no measured shape is near, `_predicted` returns
-the choice that is expected to be the fastest. Nothing is measured at run time.
+the fastest choice for the nearest measured shape of the same kind (`_nearest`). If no measured shape is near,
+`_predicted` returns the choice that is expected to be the fastest. Nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, c
 
 @dataclass(frozen=True)
 class Entry:
-    """The choice for convolutions near `shape`: (rows, out channels, channels, taps, stride, whether there is a
-    residual). `ms`: time of the fastest choice. `library_ms`: time of cuDNN with a separate pass for the operations
-    after it, measured in the same run.
+    """The fastest choice for convolutions near `shape`: (pixels of all images of the result, output channels, input
+    channels, taps, stride, whether there is a residual). `ms`: time of this choice in milliseconds. `library_ms`: time
+    of cuDNN with a separate pass for the operations after it, measured in the same run.
     """
 
     shape: tuple[int, int, int, int, int, bool]

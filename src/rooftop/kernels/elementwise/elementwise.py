@@ -158,11 +158,10 @@ class BackwardCall(NamedTuple):
 
     Attributes:
         program: text of the program; "" if nothing is computed.
-        tensors, slopes, numbers: indices of the tensors, of the outputs' gradients and of the numbers that the call
-            takes.
-        found: for each gradient, its `Like`, and the number of an output or None. If it is a number, the gradient
-            equals the gradient of that output, summed to the argument's shape. If it is None, the call computes the
-            gradient.
+        tensors, numbers: indices of the original call's tensors and numbers that this call takes.
+        slopes: indices of the original call's outputs whose gradients this call takes.
+        found: for each gradient, its `Like`, and the index of an output or None. With an index, the gradient equals the
+            gradient of that output, summed to the argument's shape. With None, the call computes the gradient.
         zero: arguments whose gradient is 0 everywhere.
     """
 
@@ -429,7 +428,8 @@ def run_text(text: str, names: Sequence[str], single: bool, *arguments: Argument
     Args:
         text: the expression, with arguments a0, a1, ...
         names: the arguments' names, for messages.
-        single: return the only result itself instead of a tuple.
+        single: whether to return the first result itself, as for a function that returns one expression, instead of a
+            tuple of all results.
 
     Raises:
         TypeError, ValueError: as in `Fused`.

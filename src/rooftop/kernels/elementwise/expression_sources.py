@@ -36,8 +36,9 @@ class Access:
     Attributes:
         outer: for each dimension except the last, whether the tensor's stride is nonzero.
         column: code of the stride along the last dimension. 0: the stride is 0; 1: the stride is 1; 2: the stride is
-            larger; 3: `period` numbers repeat along the dimension. For code 3 the kernel reads a table that contains
-            one copy of the numbers for each number at which a block can start (`stores.py`).
+            larger; 3: `period` numbers repeat along the dimension. For code 3 the kernel reads a table with one row for
+            each of the numbers: row p repeats all numbers, beginning with number p. A block that starts at number p
+            reads row p (`operands/repeating_numbers.py`).
     """
 
     outer: tuple[bool, ...]
@@ -52,8 +53,8 @@ class Layout:
     Attributes:
         accesses: one `Access` for each argument (over the merged dimensions); None for a number or an unused argument.
         wide: whether offsets exceed 2^31.
-        sums: for each output, the axis over which a program sums: "rows", "columns", or "" for no sum. A program that
-            sums over rows loops over the tiles of its columns.
+        sums: for each output, what a program adds up: "rows" (one sum for each column), "columns" (one sum for each
+            row), or "" for no sum. A program that adds up rows loops over several tiles with the same columns.
         stored: layout of a result in the caller's memory (`stores.py`).
         lines: for a kernel of `stores.py`, whether each program computes elements of one row instead of a tile.
     """

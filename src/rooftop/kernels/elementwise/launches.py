@@ -62,11 +62,11 @@ class Step(NamedTuple):
 def run(
     plan: Plan, arguments: list[Any], shapes: Sequence[torch.Size], results: Sequence[Tensor]
 ) -> tuple[Step, ...] | None:
-    """Compute all results of a program, with one kernel for all results of one shape. `shapes`: for each result, its
-    shape before the result is summed.
+    """Compute all results of a program, with one kernel for all results of the same shape and strides before any sum.
+    `shapes`: for each result, its shape before the result is summed.
 
     Returns:
-        The launches; None if the call also copied arguments or added partial sums.
+        The launches; None if the call also copied arguments or summed a result.
     """
     require_triton()
     like = next(each for each in arguments if isinstance(each, Tensor))
@@ -94,7 +94,7 @@ def launch_program(
     plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y: Tensor, results: list[Tensor]
 ) -> Step | None:
     """Launch one kernel for outputs whose elements, before the sum, have the shape and strides of y. Return the launch;
-    None if the call also copied arguments or added partial sums.
+    None if the call also copied arguments, or if the program sums a result.
     """
     used = sorted({number for i in chosen for number in plan.used[i]})
     tensors = {i: arguments[i] for i in used if isinstance(arguments[i], Tensor)}

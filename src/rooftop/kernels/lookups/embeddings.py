@@ -1,14 +1,15 @@
 """Embeddings: look up rows of a table. The gradient is deterministic, and fast for any distribution of tokens.
 
 Forward copies rows, and is bound by memory. Each program copies some columns of several rows. Backward adds up the
-gradients of equal tokens. For few tokens, each token has one program, which finds all positions of the token and adds
-their rows of gradients. For many tokens, backward sorts the tokens (stably, so that equal tokens keep their order), and
-splits the sorted list into chunks. Each program adds the runs of equal tokens in one chunk, in float32. The sum of a
-run that lies within one chunk is then complete. Runs that cross a chunk's boundary leave at most two partial sums per
-chunk. The partial sums form a sorted list again, which is 16 times shorter than the previous list. The same kernel adds
-up the shorter list, and so on until one chunk is left. So several programs share the work on a frequent token. No
-addition is atomic, and the order of additions depends only on the tokens. Backward is bound by memory: it reads the
-gradients once, fills the table of gradients with zeros, and then writes the rows of looked-up tokens.
+gradients of equal tokens. If `input` has few tokens, one program computes some columns of the sum for one distinct
+token: it finds all positions of the token and adds their rows of gradients. If `input` has many tokens, backward sorts
+the tokens (stably, so that equal tokens keep their order), and splits the sorted list into chunks. Each program adds
+the runs of equal tokens in one chunk, in float32. The sum of a run that lies within one chunk is then complete. Runs
+that cross a chunk's boundary leave at most two partial sums per chunk. The partial sums form a sorted list again, which
+is 16 times shorter than the previous list. The same kernel adds up the shorter list, and so on until one chunk is left.
+So several programs share the work on a frequent token. No addition is atomic, and the order of additions depends only
+on the tokens. Backward is bound by memory: it reads the gradients once, fills the table of gradients with zeros, and
+then writes the rows of looked-up tokens.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class EmbeddingBackward(NamedTuple):
         return self.dy.reshape(tokens.shape[0], self.dy.shape[-1]), tokens
 
     def cost(self, made: Tensor) -> Cost:
-        """Each element of the gradient is added once, and the whole table of gradients is written."""
+        """Each element of dy is added once, and the gradient of the whole table is written."""
         flops = {precision_of(self.dy.dtype): self.dy.numel()}
         return Cost(distinct_bytes([self.dy, self.input]), distinct_bytes([made]), flops)
 

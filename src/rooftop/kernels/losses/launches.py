@@ -49,7 +49,7 @@ def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
 
 
 def total_of(losses: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum of losses (N,) times `inverse`, as a tensor () of `dtype`. The sum is first rounded to float32."""
+    """The sum of losses (N,) times `inverse`, rounded to float32 and returned as a tensor () of `dtype`."""
     if losses.numel() > tables.TOTAL_ROWS:
         total = losses.sum(dtype=torch.float64)
         return (total if inverse is None else total * inverse).to(torch.float32).to(dtype)
@@ -65,9 +65,10 @@ def total_of(losses: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tens
 def losses_of_rows(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute (losses (N,), statistics (2, N)) of logits x (N, V). If `dx` is given, the kernel fills dx instead of the
-    statistics. The rows of dx need not be contiguous. For float32 logits, losses are float64, except that cluster
-    kernels always return float32 losses.
+    """Compute (losses (N,), statistics (2, N)) of logits x (N, V). If `dx` is given, the kernel writes the gradient of
+    the logits, times `inverse` if given, to dx, and returns None instead of the statistics. The rows of dx need not be
+    adjacent in memory. For float32 logits, losses are float64, except that cluster kernels always return float32
+    losses.
     """
     require_triton()
     from rooftop.kernels.losses import triton_kernels as kernels

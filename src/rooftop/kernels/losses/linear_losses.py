@@ -6,9 +6,9 @@ scales the gradients. The three matrix products of the forward pass take most of
 of a row. Results are deterministic: the results of the chunks are added in order, and the size of a chunk depends only
 on the shapes.
 
-In float16 the gradient of the logits is not divided by the number of rows before the products, because the gradient
-would underflow before a loss scale can help. Backward divides by the number of rows while the gradient of the weight is
-still float32.
+In float16 the gradient of the logits is not divided by the mean's divisor (the sum of the targets' weights) before the
+products, because the gradient would underflow before a loss scale can help. Backward divides by the mean's divisor
+while the gradient of the weight is still float32.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ ONE_CHUNK_LOGITS = 1 << 20
 
 
 def chunk_rows(rows: int, features: int, classes: int) -> int:
-    """The number of rows whose logits are computed at a time. The number is at least `LEAST_CHUNK_ROWS` and at most
-    `MOST_CHUNK_ROWS`. Between these limits, the logits take as much memory as the weight (V, H).
+    """The number of rows whose logits are computed at a time.
 
-    More than `ONE_CHUNK_LOGITS` logits are split into at least two chunks of about the same size.
+    Up to `ONE_CHUNK_LOGITS` logits are one chunk. More logits are split into at least two chunks of about the same
+    size. A chunk then has at most H rows, so that its logits take no more memory than the weight (V, H). If H is below
+    `LEAST_CHUNK_ROWS` or above `MOST_CHUNK_ROWS`, the chunk has at most this number of rows instead.
     """
     if rows * classes <= ONE_CHUNK_LOGITS:
         return max(1, rows)
@@ -199,8 +200,8 @@ class LinearCrossEntropy(NamedTuple):
         return slope @ weight, slope.t() @ hidden, None if bias is None else slope.sum(0)
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: one matrix product for the logits, one for the gradient of hidden, and one for the gradient of the
-        weight. Logits do not count as memory traffic.
+        """Flops: one matrix product for the logits, one for the gradient of hidden if `wanted`, one for the gradient of
+        the weight if `wanted`, and the flops of the loss for each logit. Logits do not count as memory traffic.
         """
         hidden, weight, bias, wanted = *self[:3], self.wanted
         logits = hidden.shape[0] * weight.shape[0]
@@ -269,8 +270,9 @@ def linear_cross_entropy(
         bias: (V,), with the dtype of hidden.
         class_weight, ignore_index, label_smoothing, z_loss: as in `cross_entropy`.
         reduction: "mean" or "sum".
-        chunk_size: rows whose logits are computed at a time. None: up to 2^20 logits are one chunk; for more logits, a
-            chunk has 4096 to 8192 rows, chosen so that the logits take as much memory as the weight.
+        chunk_size: rows whose logits are computed at a time. None: up to 2^20 logits are one chunk; more logits are
+            split into two or more chunks of at most H rows each, whose logits take no more memory than the weight. If H
+            is below 4096 or above 8192, a chunk has at most 4096 or 8192 rows instead.
 
     Returns:
         The loss, a tensor () in the dtype of hidden, or float32 under autocast.

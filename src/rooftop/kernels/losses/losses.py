@@ -79,8 +79,8 @@ def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
 
 
 def inverse_of_targets(target: Tensor, classes: int, terms: Terms, dtype: torch.dtype) -> Tensor:
-    """Compute 1 / (sum of the valid targets' weights) as a tensor () in the dtype of the statistics. The result is 0 if
-    no target is valid.
+    """Compute 1 / (sum of the valid targets' weights) as a tensor () of `dtype` (see `inverse_dtype`). The result is 0
+    if no target is valid.
     """
     if dtype == torch.float64 or without_kernels(target.device):
         counted = target[target != terms.ignore_index]
@@ -103,7 +103,7 @@ def losses_of_rows(
 
 def total_of(losses: Tensor, inverse: Tensor | None, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The reduced loss of logits x, a scalar: the sum of losses (N,) times `inverse`, the reciprocal of the mean's
-    divisor. The loss is rounded to `dtype`; if `dtype` is None, the loss keeps the accumulators' dtype.
+    divisor. The loss has the dtype `dtype`; if `dtype` is None, float32 (float64 for float64 logits).
     """
     wide = accumulator_dtype(x.dtype)
     if by_reference(x):
@@ -118,7 +118,7 @@ Kept = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, int, float, float]
 
 class CrossEntropy(NamedTuple):
     """Cross entropy of logits x (N, V): returns (loss () or (N,), statistics (2, N), inverse). `inverse` is () for a
-    mean, else empty. The loss is rounded to `dtype`; if `dtype` is None, the loss keeps the accumulators' dtype.
+    mean, else empty. The loss has the dtype `dtype`; if `dtype` is None, float32 (float64 for float64 logits).
     """
 
     x: Tensor
@@ -216,8 +216,8 @@ class CrossEntropyBackward(NamedTuple):
 class KeptGradient(NamedTuple):
     """The values that backward needs if forward has computed the gradient. A second derivative also needs the logits.
 
-    Only a weak reference to the logits is kept, because the fused kernel exists to save the memory of the logits.
-    Callers that need a second derivative usually still have a reference to the logits.
+    If a kernel computes the loss, only a weak reference to the logits is kept, because the fused kernel exists to save
+    the memory of the logits. Callers that need a second derivative usually still have a reference to the logits.
     """
 
     gradient: Tensor
@@ -407,8 +407,9 @@ def cross_entropy(
 
     Returns:
         The loss, in the dtype of `input` (float32 under autocast): a scalar, or with reduction="none" a tensor of the
-        shape of `target`. The arithmetic is float32 (float64 for float64). If all targets are ignored, the mean and its
-        gradient are 0. PyTorch returns NaN if all targets are ignored, which would make a sum over micro-batches NaN.
+        shape of `target`. The arithmetic is float32 or wider (float64 for float64). If all targets are ignored, the
+        mean and its gradient are 0. PyTorch returns NaN if all targets are ignored, which would make a sum over
+        micro-batches NaN.
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype (class probabilities included).

@@ -1,8 +1,9 @@
 """The Triton kernels of window attention; `window_attentions.py` has the operator.
 
-A program computes one window and one head: position n of a window is in row n // WINDOW_W and column n % WINDOW_W of
-the window. The shift determines the position's row on the map: rows past the end of the padded map wrap around to its
-beginning. Maps are contiguous, so the D features of a head are neighbours.
+A program computes one head: in forward for QUERIES positions of one window, in backward for several whole windows, one
+after another. Position n of a window is in row n // WINDOW_W and column n % WINDOW_W of the window. On the map, the
+position is shift_h rows further down and shift_w columns further right than without a shift. Rows and columns past the
+end of the padded map wrap around to its beginning. Maps are contiguous, so the D features of a head are neighbours.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ The kernel applies the operations after the convolution to the sums, and stores 
   groups, each step covers up to DEPTH channels of one tap of one group; zeros replace missing channels.
 
 With SPLIT > 1, SPLIT programs share the steps through K of each tile. Each program writes its float32 sums, and the
-program that finishes last adds the sums of all programs in order. No sum uses atomics, so results are deterministic.
+program that finishes last adds the sums of all programs in the order of their parts of K. No sum uses atomics, so
+results are deterministic.
 
 `conv_act_finish` computes the operations after a convolution by cuDNN. `conv_act_pack` copies images of few channels so
 that a line of a window is contiguous in memory.
@@ -237,7 +238,7 @@ def conv_act_pack(
     PIXEL: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # LINE: TW * PIXEL
 ):  # fmt: skip
     """Write images channels last, with PIXEL channels per pixel and `left` pixels of padding before each line. Elements
-    outside the source are zero. `rows`: N * TH.
+    outside the source are zero. `rows`: N * TH, the number of lines of all images in `target`.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK)
