@@ -467,33 +467,44 @@ def _clip(readers: threading.local, decoding: Decoding, item: Item) -> Tensor:
 
 
 def _cloud(source: str, columns: int) -> Tensor:
-    """Read a point cloud as (N, C), in the dtype of the file."""
+    """Read a point cloud as (N, C): an .npy in the dtype of the file, a .bin in float32, and x, y and z of a .ply in
+    float64.
+
+    Raises:
+        InputError: the file is damaged, or is no point cloud.
+        MissingExtraError: Numba, for a .ply, is not installed.
+    """
     import numpy as np
     import torch
 
     suffix = Path(source).suffix.lower()
     if suffix == ".npy":
         points = np.load(source, allow_pickle=False)
+        if not isinstance(points, np.ndarray):
+            points.close()
+            raise InputError("the file has several arrays, as a .npz: expected one array, as np.save writes it")
+        points = points.astype(points.dtype.newbyteorder("="), copy=False)
     elif suffix == ".bin":
-        points = np.fromfile(source, np.float32)
-        if points.size % columns:
+        content = np.fromfile(source, np.uint8)
+        if content.size % (4 * columns):
             raise InputError(
-                f"{points.size} numbers are not a multiple of {columns} per point: give the right number per point "
-                f"(point_columns=, --point-columns)"
+                f"{content.size:,} bytes are not a multiple of {4 * columns}, for {columns} float32 per point: give "
+                "the right number per point (point_columns=, --point-columns), or copy the file again if its end is "
+                "missing"
             )
-        points = points.reshape(-1, columns)
+        points = content.view(np.float32).reshape(-1, columns)
     elif suffix == ".ply":
         try:
-            import trimesh
+            from rooftop.scene.building.ply_files import read_ply_points
         except ImportError as error:
-            raise MissingExtraError('.ply needs trimesh: pip install "rooftop[scene]"') from error
-        geometry: Any = trimesh.load_scene(source).to_geometry()
-        points = np.asarray(geometry.vertices)
+            raise MissingExtraError('.ply needs Numba: pip install "rooftop[scene]"') from error
+        points = read_ply_points(Path(source))
     else:
         raise InputError(f"{Path(source).name} is not a point cloud: expected .npy, .bin or .ply")
-    if points.ndim != 2 or points.dtype.kind not in "fiu":
+    if points.ndim != 2 or points.dtype.kind not in "fiu" or points.dtype.itemsize > 8:
         raise InputError(
-            f"the array has shape {points.shape} and dtype {points.dtype}: expected numbers of shape (N, C)"
+            f"the array has shape {points.shape} and dtype {points.dtype}: expected numbers of shape (N, C), of at "
+            "most 64 bits"
         )
     return torch.from_numpy(np.ascontiguousarray(points))
 
