@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rooftop.cluster.local_workers import divide
 from rooftop.cluster.mapping import size_near_end
 from rooftop.errors import InputError, ModelRunError, TargetError
 
+pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 TARGETS = '''
@@ -386,6 +387,13 @@ def test_a_batch_with_too_few_results_is_an_error_of_each_item() -> None:
     assert {row["error"] for row in rows} == {
         "ValueError: the target returned 0 results for a batch of 1, expected a list of 1 results"
     }
+
+
+@pytest.mark.parametrize("results", [UserDict(a=1, b=2), {1, 2}, pa.table({"a": [1, 2], "b": [3, 4]})])
+def test_a_batch_whose_results_are_no_list(results: Any) -> None:
+    call = callable_target(lambda values: results, batch=2).load("cpu")
+    with pytest.raises(ValueError, match=f"returned a {type(results).__name__} for a batch of 2, expected a list of 2"):
+        call([1, 2])
 
 
 def test_arguments_that_are_wrong() -> None:

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -156,7 +156,9 @@ class CallableTarget:
 
 
 def _as_many(results: Any, count: int) -> Sequence[Any]:
-    if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__") or len(results) != count:
+    # iteration over a mapping or a table (pandas, pyarrow, polars) gives names or columns, and a set has no order
+    is_list = hasattr(results, "__len__") and not isinstance(results, (str, bytes, Mapping, Set))
+    if not is_list or hasattr(results, "columns") or len(results) != count:
         got = f"{len(results)} results" if isinstance(results, (list, tuple)) else f"a {type(results).__name__}"
         raise ValueError(f"the target returned {got} for a batch of {count}, expected a list of {count} results")
     return list(results)
