@@ -173,7 +173,7 @@ def test_a_run_by_a_scheduler_uses_it(job: Job, tmp_path: Path, monkeypatch: pyt
     chunk(tmp_path / "images", 0, range(40))
     (tmp_path / "images" / "damaged.png").write_bytes(b"no picture")
     out = tmp_path / "out.parquet"
-    with distributed.LocalCluster(1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster:
+    with distributed.LocalCluster(1, threads_per_worker=2, processes=False, dashboard_address=":0") as cluster:
         report = map_items(job.target, [tmp_path / "images"], out, kind="image", scheduler=cluster.scheduler_address)
     rows = pq.read_table(out).to_pylist()
     assert (report.items, report.errors, report.decoding) == (41, 1, "2 processes")

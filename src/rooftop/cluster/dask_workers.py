@@ -56,6 +56,7 @@ class DaskWorkers:
     Raises:
         MissingExtraError: Dask is not installed.
         SchedulerError: no scheduler answers at the address.
+        ModelRunError: a worker cannot receive the job, because it has another version of rooftop or none.
         TargetError: the target cannot be sent.
     """
 
@@ -84,14 +85,33 @@ class DaskWorkers:
             ) from error
 
     def _connected(self, timeout_s: float) -> Any:
+        self._check_address()
         client = self._distributed.Client(self._address, timeout=timeout_s, set_as_default=False)
         try:
             client.register_plugin(carrier_class()(self._token, self._job, self._device), name=f"rooftop-{self._token}")
-        except BaseException:
+        except BaseException as error:
             with suppress(Exception):
                 client.close(timeout=1)
-            raise
+            if not isinstance(error, Exception) or isinstance(error, (OSError, ValueError, RuntimeError)):
+                raise
+            raise ModelRunError(
+                f"a worker of the scheduler cannot receive the job ({_line(error)}): install the same version of "
+                "rooftop on each machine"
+            ) from error
         return client
+
+    def _check_address(self) -> None:
+        """Find a wrong address before a client does: such a client prints a traceback, and waits for 20 s when it is
+        deleted.
+
+        Raises:
+            OSError, ValueError: no client can be created for the address.
+        """
+        distributed = self._distributed
+        distributed.comm.resolve_address(self._address)
+        encrypted = self._address.startswith(("tls://", "wss://"))
+        if encrypted and not distributed.Security().get_connection_args("client").get("ssl_context"):
+            raise ValueError("encryption needs certificates: give them in Dask's configuration, distributed.comm.tls")
 
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
