@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter, UserDict
@@ -102,10 +103,14 @@ class Broken:
     def __init__(self):
         raise OSError("no weights here")
 
+    __call__ = len
+
 
 class Cancelled:
     def __init__(self):
         raise asyncio.CancelledError
+
+    __call__ = len
 
 
 class Unprintable(Exception):
@@ -116,6 +121,8 @@ class Unprintable(Exception):
 class Unsaid:
     def __init__(self):
         raise Unprintable
+
+    __call__ = len
 
 
 def wrong(texts):
@@ -374,6 +381,8 @@ def test_targets_that_cannot_work_end_the_run() -> None:
         ("my.py:Broken", ModelRunError, "creating my.py:Broken raised OSError: no weights here"),
         ("my.py:Cancelled", ModelRunError, "creating my.py:Cancelled raised CancelledError$"),
         ("my.py:Unsaid", ModelRunError, "creating my.py:Unsaid raised Unprintable: <it cannot be printed>"),
+        ("builtins:int", TargetError, "int is a class without the method __call__"),
+        (dict, TargetError, "dict is a class without the method __call__"),
         ("my.py:named", InputError, "'error', which every row already has"),
         (threading.Lock().acquire, TargetError, "cannot be sent to other processes"),
     ):
@@ -394,6 +403,16 @@ def test_a_batch_whose_results_are_no_list(results: Any) -> None:
     call = callable_target(lambda values: results, batch=2).load("cpu")
     with pytest.raises(ValueError, match=f"returned a {type(results).__name__} for a batch of 2, expected a list of 2"):
         call([1, 2])
+
+
+def test_an_object_in_a_file_is_sent_although_its_class_is_of_a_package(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text(
+        "import functools\n\ndef power(n, text):\n    return int(text) ** n\n\nsquare = functools.partial(power, 2)\n"
+    )
+    sent = callable_target(f"{tmp_path}/made.py:square").sent()
+    assert sent.place is None
+    del sys.modules["made"]
+    assert sent.load("cpu")(["3"]) == [9]
 
 
 def test_arguments_that_are_wrong() -> None:
