@@ -232,7 +232,7 @@ def test_workers_that_cannot_do_the_work_end_the_run(tmp_path: Path, monkeypatch
         with pytest.raises(InputError, match=r"device is cuda, but .* no GPU on the worker .*: use cpu or auto"):
             map_items(len, device="cuda", **given)
         monkeypatch.setattr(Carrier, "setup", lambda *_: importlib.import_module("rooftop.missing"))
-        with pytest.raises(ModelRunError, match="cannot receive the job .*install the same version of rooftop"):
+        with pytest.raises(ModelRunError, match=r"cannot receive the job .*install the same version of rooftop"):
             map_items(len, **given)
 
 

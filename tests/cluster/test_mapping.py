@@ -421,14 +421,22 @@ def test_arguments_that_are_wrong() -> None:
         ({"workers": 0}, "workers is 0"),
         ({"decoders": -1}, "decoders is -1"),
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"timeout_s": "3"}, "timeout_s is '3'"),
         ({"batch": 0}, "batch is 0"),
+        ({"batch": 1.5}, "batch is 1.5, expected an integer of 1 or more"),
+        ({"workers": 1.5}, "workers is 1.5"),
+        ({"decoders": True}, "decoders is True"),
+        ({"frames": 1.5, "kind": "clip"}, "frames is 1.5"),
+        ({"inputs": iter(["lines.txt"])}, "expected a list of files and folders"),
+        ({"scheduler": type}, "scheduler is a type, expected the scheduler's address"),
         ({"device": "tpu"}, "expected auto, cpu or cuda"),
         ({"kind": "path", "out": "."}, "is in ., the folder of the results"),
         ({"scheduler": "tcp://127.0.0.1:1", "workers": 2}, "its own workers"),
         ({"scheduler": "tcp://127.0.0.1:1", "decoders": 2}, "its own workers"),
     ):
         with pytest.raises(InputError, match=said):
-            map_items("my.py:number", ["lines.txt"], options.pop("out", "out.parquet"), **options)
+            map_items("my.py:number", **{"inputs": ["lines.txt"], "out": "out.parquet", **options})
     assert not Path("out.parquet").exists()
 
 

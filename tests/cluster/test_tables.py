@@ -242,7 +242,7 @@ def test_a_number_becomes_no_boolean(value: Any) -> None:
     assert "instead of" in rows[1]["error"]
 
 
-UTC = datetime.timezone.utc
+UTC = datetime.UTC
 NOON = datetime.datetime(2020, 1, 1, 12)
 
 

@@ -20,9 +20,10 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -55,7 +56,7 @@ class Decoding:
         point_columns: numbers per point in a .bin file of float32; KITTI has 4, nuScenes 5.
 
     Raises:
-        InputError: the kind is unknown, or a number is below 1.
+        InputError: the kind is unknown, or a number is not an integer of 1 or more.
     """
 
     kind: str
@@ -71,8 +72,8 @@ class Decoding:
             )
         numbers = {"frames": self.frames, "step": self.step, "stride": self.stride, "point_columns": self.point_columns}
         for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise InputError(f"{name} is {number}, expected 1 or more")
+            if number is not None:
+                check_count(name, number, 1)
 
     def arguments(self) -> dict[str, Any]:
         """The settings that affect results, by name."""
@@ -82,6 +83,16 @@ class Decoding:
         if self.kind == "cloud":
             found |= {"point_columns": self.point_columns}
         return found
+
+
+def check_count(name: str, given: Any, least: int) -> None:
+    """Check an argument that is a number of things.
+
+    Raises:
+        InputError: the argument is not an integer, or is below `least`.
+    """
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
+        raise InputError(f"{name} is {given!r}, expected an integer of {least} or more")
 
 
 class Damage(NamedTuple):
@@ -137,7 +148,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
     Raises:
         InputError: inputs are empty, a path does not exist, a folder has no such files, or the kind is unclear.
     """
-    if isinstance(inputs, (str, bytes, os.PathLike)) or not len(inputs):
+    if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Collection) or not len(inputs):
         raise InputError(f"inputs: expected a list of files and folders, got {inputs!r}")
     if kind is not None:
         Decoding(kind)  # this raises for an unknown kind

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
-from rooftop.errors import InputError, ModelRunError, TargetError
+from rooftop.cluster.items import check_count
+from rooftop.errors import ModelRunError, TargetError
 from rooftop.words import did_you_mean, whole_message
 
 Call = Callable[[list[Any]], Sequence[Any]]
@@ -177,8 +178,8 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
         ModelRunError: importing the module raised.
         InputError: `batch` is below 1.
     """
-    if batch is not None and batch < 1:
-        raise InputError(f"batch is {batch}, expected 1 or more")
+    if batch is not None:
+        check_count("batch", batch, 1)
     if not isinstance(given, str):
         if not callable(given):
             raise TargetError(f"target is a {type(given).__name__}, expected a callable, or text such as 'my.py:fn'")
