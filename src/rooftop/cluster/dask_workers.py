@@ -29,6 +29,7 @@ RECONNECT_S = 120.0
 LOOK_S = 1.0  # seconds between two queries of the number of workers
 ANSWER_S = 2.0  # timeout of a query in seconds; without this timeout, a query to a lost scheduler takes CONNECT_S
 ALONE_S = 10.0  # seconds without a worker before a message reports this
+REMEDY = "install the same version of rooftop and its packages on each machine"
 
 
 def load_distributed() -> ModuleType:
@@ -95,8 +96,7 @@ class DaskWorkers:
             if not isinstance(error, Exception) or isinstance(error, (OSError, ValueError, RuntimeError)):
                 raise
             raise ModelRunError(
-                f"a worker of the scheduler cannot receive the job ({_line(error)}): install the same version of "
-                "rooftop on each machine"
+                f"a worker of the scheduler cannot receive the job ({_line(error)}): {REMEDY}"
             ) from error
         return client
 
@@ -185,7 +185,9 @@ class DaskWorkers:
                 return Lost(chunk, "several workers of the scheduler ended", deaths=2)
             if isinstance(error, (RooftopError, MissingExtraError)):
                 raise error
-            raise ModelRunError(f"a worker of the scheduler failed: {type(error).__name__}: {_line(error)}") from error
+            remedy = f" ({REMEDY})" if isinstance(error, ImportError) else ""
+            said = f"{type(error).__name__}: {_line(error)}{remedy}"
+            raise ModelRunError(f"a worker of the scheduler failed: {said}") from error
         try:
             found = future.result(timeout=CONNECT_S)
         except (OSError, RuntimeError, ValueError) as error:
