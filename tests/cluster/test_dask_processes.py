@@ -46,6 +46,8 @@ def level(image):
 class Broken:
     def __init__(self):
         raise OSError("no weights here")
+
+    __call__ = len
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -16,10 +17,12 @@ import psutil
 import pytest
 
 from rooftop.cluster import dask_workers, map_items
-from rooftop.errors import ModelRunError, SchedulerError
+from rooftop.errors import InputError, ModelRunError, SchedulerError
 
 pq = pytest.importorskip("pyarrow.parquet")
-pytest.importorskip("distributed")
+distributed = pytest.importorskip("distributed")
+
+from rooftop.cluster.dask_plugin import Carrier  # noqa: E402  # needs Dask
 
 TARGETS = """
 import os
@@ -48,6 +51,8 @@ def troubled(text):
 class Broken:
     def __init__(self):
         raise OSError("no weights here")
+
+    __call__ = len
 """
 
 
@@ -205,6 +210,31 @@ def test_where_there_is_no_scheduler(scheduler: Scheduler, monkeypatch: pytest.M
     monkeypatch.setattr(dask_workers, "CONNECT_S", 0.5)
     with pytest.raises(SchedulerError, match=f"no Dask scheduler answers at {scheduler.address} .*dask scheduler"):
         mapped(scheduler, "my.py:number", 3)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("no_port", "missing port number"), ("tcp://127.0.0.1:1:2", "invalid address"), ("tls://127.0.0.1:1", "tls")],
+)
+def test_an_address_that_is_wrong_is_found_before_a_client_is_made(
+    address: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.Client", None)
+    (tmp_path / "lines.txt").write_text("1")
+    with pytest.raises(SchedulerError, match=f"no Dask scheduler answers at {address} .*{said}"):
+        map_items(len, [tmp_path / "lines.txt"], tmp_path / "out", scheduler=address)
+
+
+def test_workers_that_cannot_do_the_work_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lines.txt").write_text("1")
+    with distributed.LocalCluster(1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster:
+        given = {"inputs": [tmp_path / "lines.txt"], "out": tmp_path / "out", "scheduler": cluster.scheduler_address}
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        with pytest.raises(InputError, match=r"device is cuda, but .* no GPU on the worker .*: use cpu or auto"):
+            map_items(len, device="cuda", **given)
+        monkeypatch.setattr(Carrier, "setup", lambda *_: importlib.import_module("rooftop.missing"))
+        with pytest.raises(ModelRunError, match=r"cannot receive the job .*install the same version of rooftop"):
+            map_items(len, **given)
 
 
 def test_a_target_that_cannot_be_made_ends_the_run(scheduler: Scheduler) -> None:

@@ -194,14 +194,42 @@ def test_photographs_and_clouds_become_tensors(tmp_path: Path) -> None:
         (item,) = listed(tmp_path / name, "cloud")
         assert torch.equal(decoder(Decoding("cloud", point_columns=5))(item), torch.from_numpy(points))
     (item,) = listed(tmp_path / "a.ply", "cloud")
-    pytest.importorskip("trimesh")
+    pytest.importorskip("numba")
     assert decoder(Decoding("cloud"))(item).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_cloud_has_each_vertex_of_a_mesh_and_numbers_of_either_order_of_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    points = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0], [9, 9, 9]], np.float32)  # two equal, one unused
+    text = "ply\nformat ascii 1.0\nelement vertex 5\n" + "".join(f"property float {axis}\n" for axis in "xyz")
+    text += "element face 2\nproperty list uchar int vertex_indices\nend_header\n"
+    text += "\n".join(" ".join(map(str, point)) for point in points) + "\n3 0 1 2\n3 3 1 2\n"
+    (tmp_path / "a.ply").write_text(text)
+    np.save(tmp_path / "a.npy", points.astype(">f4"))
+    for name in ("a.ply", "a.npy"):
+        (item,) = listed(tmp_path / name, "cloud")
+        assert decoder(Decoding("cloud"))(item).tolist() == points.tolist()
 
 
 def test_clouds_that_are_none(tmp_path: Path) -> None:
     np.zeros(5, np.float32).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "a.npy", np.zeros(3))
-    for name, said in (("a.bin", "not a multiple of 4 per point"), ("a.npy", r"expected numbers of shape \(N, C\)")):
+    (tmp_path / "cut.bin").write_bytes(np.zeros(8, np.float32).tobytes()[:-3])
+    np.save(tmp_path / "wide.npy", np.zeros((2, 3), np.longdouble))
+    with (tmp_path / "several.npy").open("wb") as file:
+        np.savez(file, np.zeros((2, 3)))
+    (tmp_path / "cut.ply").write_text(
+        "ply\nformat ascii 1.0\nelement vertex 2\nproperty float x\nproperty float y\nproperty float z\nend_header\n"
+        "0 1 2\n"
+    )
+    for name, said in (
+        ("a.bin", "20 bytes are not a multiple of 16"),
+        ("cut.bin", "29 bytes are not a multiple of 16, for 4 float32 per point: .* its end is missing"),
+        ("a.npy", r"expected numbers of shape \(N, C\)"),
+        ("wide.npy", "at most 64 bits"),
+        ("several.npy", "several arrays"),
+        ("cut.ply", "ends in row 1 of 2"),
+    ):
         (item,) = listed(tmp_path / name, "cloud")
         with pytest.raises(InputError, match=said):
             decoder(Decoding("cloud"))(item)

@@ -7,9 +7,10 @@ import os
 import queue
 import re
 import signal
+import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rooftop.cluster.local_workers import divide
 from rooftop.cluster.mapping import size_near_end
 from rooftop.errors import InputError, ModelRunError, TargetError
 
+pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 TARGETS = '''
@@ -101,10 +103,14 @@ class Broken:
     def __init__(self):
         raise OSError("no weights here")
 
+    __call__ = len
+
 
 class Cancelled:
     def __init__(self):
         raise asyncio.CancelledError
+
+    __call__ = len
 
 
 class Unprintable(Exception):
@@ -115,6 +121,8 @@ class Unprintable(Exception):
 class Unsaid:
     def __init__(self):
         raise Unprintable
+
+    __call__ = len
 
 
 def wrong(texts):
@@ -373,6 +381,8 @@ def test_targets_that_cannot_work_end_the_run() -> None:
         ("my.py:Broken", ModelRunError, "creating my.py:Broken raised OSError: no weights here"),
         ("my.py:Cancelled", ModelRunError, "creating my.py:Cancelled raised CancelledError$"),
         ("my.py:Unsaid", ModelRunError, "creating my.py:Unsaid raised Unprintable: <it cannot be printed>"),
+        ("builtins:int", TargetError, "int is a class without the method __call__"),
+        (dict, TargetError, "dict is a class without the method __call__"),
         ("my.py:named", InputError, "'error', which every row already has"),
         (threading.Lock().acquire, TargetError, "cannot be sent to other processes"),
     ):
@@ -388,20 +398,45 @@ def test_a_batch_with_too_few_results_is_an_error_of_each_item() -> None:
     }
 
 
+@pytest.mark.parametrize("results", [UserDict(a=1, b=2), {1, 2}, pa.table({"a": [1, 2], "b": [3, 4]})])
+def test_a_batch_whose_results_are_no_list(results: Any) -> None:
+    call = callable_target(lambda values: results, batch=2).load("cpu")
+    with pytest.raises(ValueError, match=f"returned a {type(results).__name__} for a batch of 2, expected a list of 2"):
+        call([1, 2])
+
+
+def test_an_object_in_a_file_is_sent_although_its_class_is_of_a_package(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text(
+        "import functools\n\ndef power(n, text):\n    return int(text) ** n\n\nsquare = functools.partial(power, 2)\n"
+    )
+    sent = callable_target(f"{tmp_path}/made.py:square").sent()
+    assert sent.place is None
+    del sys.modules["made"]
+    assert sent.load("cpu")(["3"]) == [9]
+
+
 def test_arguments_that_are_wrong() -> None:
     lines(3)
     for options, said in (
         ({"workers": 0}, "workers is 0"),
         ({"decoders": -1}, "decoders is -1"),
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"timeout_s": "3"}, "timeout_s is '3'"),
         ({"batch": 0}, "batch is 0"),
+        ({"batch": 1.5}, "batch is 1.5, expected an integer of 1 or more"),
+        ({"workers": 1.5}, "workers is 1.5"),
+        ({"decoders": True}, "decoders is True"),
+        ({"frames": 1.5, "kind": "clip"}, "frames is 1.5"),
+        ({"inputs": iter(["lines.txt"])}, "expected a list of files and folders"),
+        ({"scheduler": type}, "scheduler is a type, expected the scheduler's address"),
         ({"device": "tpu"}, "expected auto, cpu or cuda"),
         ({"kind": "path", "out": "."}, "is in ., the folder of the results"),
         ({"scheduler": "tcp://127.0.0.1:1", "workers": 2}, "its own workers"),
         ({"scheduler": "tcp://127.0.0.1:1", "decoders": 2}, "its own workers"),
     ):
         with pytest.raises(InputError, match=said):
-            map_items("my.py:number", ["lines.txt"], options.pop("out", "out.parquet"), **options)
+            map_items("my.py:number", **{"inputs": ["lines.txt"], "out": "out.parquet", **options})
     assert not Path("out.parquet").exists()
 
 

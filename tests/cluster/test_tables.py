@@ -240,3 +240,60 @@ def test_a_number_becomes_no_boolean(value: Any) -> None:
     assert errors == 1
     assert (rows[0]["n"], rows[1]["n"]) == (first, None)
     assert "instead of" in rows[1]["error"]
+
+
+UTC = datetime.UTC
+NOON = datetime.datetime(2020, 1, 1, 12)
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (np.float32(1), 1e300),
+        (np.float16(1), np.float32(70000)),
+        (np.float32(1), 2**24 + 1),
+        (Decimal("1.5"), Decimal("1e30")),
+        (Decimal("1.5"), Decimal("123456789012345678901234567890")),
+        (NOON, NOON.replace(tzinfo=UTC)),
+        (NOON.replace(tzinfo=UTC), NOON),
+        (NOON.date(), NOON),
+    ],
+)
+@pytest.mark.parametrize("shape", [lambda v: v, lambda v: [v], lambda v: {"deep": v}], ids=["alone", "list", "dict"])
+def test_a_value_that_the_type_of_its_column_would_change(shape: Any, first: Any, later: Any) -> None:
+    rows, errors, columns = rows_of([{"v": shape(first)}, {"v": shape(later)}])
+    assert (errors, rows[1]["v"]) == (1, None)
+    assert "as in the first result" in rows[1]["error"]
+    assert rows[0]["v"] == shape(first)
+    alone, errors, _ = rows_of([{"v": shape(later)}], columns, learn=False)
+    assert (errors, alone[0]["v"]) == (1, None)
+
+
+def test_floats_are_rounded_to_the_precision_of_their_column() -> None:
+    rows, errors, _ = rows_of([{"v": np.float32(1)}, {"v": 0.1}])
+    assert (errors, rows[1]["v"]) == (0, np.float32(0.1))
+
+
+def test_floats_that_a_narrower_type_has_and_those_that_are_not_finite() -> None:
+    given = [np.float32(1), 0.5, float("nan"), float("-inf"), None, [2.5, float("nan"), None]]
+    rows, errors, _ = rows_of([{"x": [np.float32(1)], "y": each} for each in given])
+    assert (errors, rows[5]["y"]) == (1, None)
+    rows, errors, _ = rows_of([{"x": np.ones(2, np.float32)}, {"x": given[-1]}, {"x": []}])
+    assert errors == 0
+    assert str(rows[1]["x"]) == "[2.5, nan, None]"
+    rows, errors, _ = rows_of([NOON, NOON.date()])
+    assert (errors, rows[1]["result"]) == (0, datetime.datetime(2020, 1, 1))
+
+
+def test_keys_that_are_the_same_text() -> None:
+    for result in ({1: 2, "1": 3}, {"deep": [{1: 2, "1": 3}]}):
+        with pytest.raises(ValueError, match="several keys of a dict are '1' as text"):
+            row_of(result)
+
+
+def test_masked_values_of_numpy_are_null() -> None:
+    masked = np.ma.array([[1, 2], [3, 4]], mask=[[False, True], [False, False]])
+    rows, errors, _ = rows_of([{"all": masked, "mean": np.ma.masked}, {"all": masked.data, "mean": np.float32(1)}])
+    assert errors == 0
+    assert [row["all"] for row in rows] == [[[1, None], [3, 4]], [[1, 2], [3, 4]]]
+    assert [row["mean"] for row in rows] == [None, 1]

@@ -17,6 +17,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from rooftop.cluster.dask_processes import Done, ProcessBeside, division_beside
 from rooftop.cluster.dask_tasks import CARRIERS
 from rooftop.cluster.working import Ahead, Chunk, Job, Outcome, Workshop
+from rooftop.errors import InputError
 
 LOOK_S = 0.1
 
@@ -51,7 +52,11 @@ class Carrier(WorkerPlugin):
 
     def do(self, chunk: Chunk) -> Done:
         """Compute a chunk and return its outcome. If items took too long, abandon their thread or process, and return
-        (first, count) of these items. If the process beside this worker ended, return the reason."""
+        (first, count) of these items. If the process beside this worker ended, return the reason.
+
+        Raises:
+            InputError: the device is "cuda", and this machine has no GPU.
+        """
         with self._lock:
             if self._beside is None and self._shop is None:
                 self._begin()
@@ -66,6 +71,8 @@ class Carrier(WorkerPlugin):
         device = self.device
         if device == "auto":
             device = _usual_device() if job.target.prepare is not None else "cpu"
+        elif device == "cuda" and _usual_device() != "cuda":
+            raise InputError(f"device is cuda, but torch finds no GPU on the worker {self._address}: use cpu or auto")
         division = division_beside(job, device, self._threads)
         if division is not None:
             self._beside = ProcessBeside(job, division)

@@ -29,6 +29,7 @@ RECONNECT_S = 120.0
 LOOK_S = 1.0  # seconds between two queries of the number of workers
 ANSWER_S = 2.0  # timeout of a query in seconds; without this timeout, a query to a lost scheduler takes CONNECT_S
 ALONE_S = 10.0  # seconds without a worker before a message reports this
+REMEDY = "install the same version of rooftop and its packages on each machine"
 
 
 def load_distributed() -> ModuleType:
@@ -56,6 +57,7 @@ class DaskWorkers:
     Raises:
         MissingExtraError: Dask is not installed.
         SchedulerError: no scheduler answers at the address.
+        ModelRunError: a worker cannot receive the job, because it has another version of rooftop or none.
         TargetError: the target cannot be sent.
     """
 
@@ -84,14 +86,32 @@ class DaskWorkers:
             ) from error
 
     def _connected(self, timeout_s: float) -> Any:
+        self._check_address()
         client = self._distributed.Client(self._address, timeout=timeout_s, set_as_default=False)
         try:
             client.register_plugin(carrier_class()(self._token, self._job, self._device), name=f"rooftop-{self._token}")
-        except BaseException:
+        except BaseException as error:
             with suppress(Exception):
                 client.close(timeout=1)
-            raise
+            if not isinstance(error, Exception) or isinstance(error, (OSError, ValueError, RuntimeError)):
+                raise
+            raise ModelRunError(
+                f"a worker of the scheduler cannot receive the job ({_line(error)}): {REMEDY}"
+            ) from error
         return client
+
+    def _check_address(self) -> None:
+        """Find a wrong address before a client does: such a client prints a traceback, and waits for 20 s when it is
+        deleted.
+
+        Raises:
+            OSError, ValueError: no client can be created for the address.
+        """
+        distributed = self._distributed
+        distributed.comm.resolve_address(self._address)
+        encrypted = self._address.startswith(("tls://", "wss://"))
+        if encrypted and not distributed.Security().get_connection_args("client").get("ssl_context"):
+            raise ValueError("encryption needs certificates: give them in Dask's configuration, distributed.comm.tls")
 
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
@@ -165,7 +185,9 @@ class DaskWorkers:
                 return Lost(chunk, "several workers of the scheduler ended", deaths=2)
             if isinstance(error, (RooftopError, MissingExtraError)):
                 raise error
-            raise ModelRunError(f"a worker of the scheduler failed: {type(error).__name__}: {_line(error)}") from error
+            remedy = f" ({REMEDY})" if isinstance(error, ImportError) else ""
+            said = f"{type(error).__name__}: {_line(error)}{remedy}"
+            raise ModelRunError(f"a worker of the scheduler failed: {said}") from error
         try:
             found = future.result(timeout=CONNECT_S)
         except (OSError, RuntimeError, ValueError) as error:

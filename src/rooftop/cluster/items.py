@@ -20,9 +20,10 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -55,7 +56,7 @@ class Decoding:
         point_columns: numbers per point in a .bin file of float32; KITTI has 4, nuScenes 5.
 
     Raises:
-        InputError: the kind is unknown, or a number is below 1.
+        InputError: the kind is unknown, or a number is not an integer of 1 or more.
     """
 
     kind: str
@@ -71,8 +72,8 @@ class Decoding:
             )
         numbers = {"frames": self.frames, "step": self.step, "stride": self.stride, "point_columns": self.point_columns}
         for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise InputError(f"{name} is {number}, expected 1 or more")
+            if number is not None:
+                check_count(name, number, 1)
 
     def arguments(self) -> dict[str, Any]:
         """The settings that affect results, by name."""
@@ -82,6 +83,16 @@ class Decoding:
         if self.kind == "cloud":
             found |= {"point_columns": self.point_columns}
         return found
+
+
+def check_count(name: str, given: Any, least: int) -> None:
+    """Check an argument that is a number of things.
+
+    Raises:
+        InputError: the argument is not an integer, or is below `least`.
+    """
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
+        raise InputError(f"{name} is {given!r}, expected an integer of {least} or more")
 
 
 class Damage(NamedTuple):
@@ -137,7 +148,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
     Raises:
         InputError: inputs are empty, a path does not exist, a folder has no such files, or the kind is unclear.
     """
-    if isinstance(inputs, (str, bytes, os.PathLike)) or not len(inputs):
+    if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Collection) or not len(inputs):
         raise InputError(f"inputs: expected a list of files and folders, got {inputs!r}")
     if kind is not None:
         Decoding(kind)  # this raises for an unknown kind
@@ -469,33 +480,44 @@ def _clip(readers: threading.local, decoding: Decoding, item: Item) -> Tensor:
 
 
 def _cloud(source: str, columns: int) -> Tensor:
-    """Read a point cloud as (N, C), in the dtype of the file."""
+    """Read a point cloud as (N, C): an .npy in the dtype of the file, a .bin in float32, and x, y and z of a .ply in
+    float64.
+
+    Raises:
+        InputError: the file is damaged, or is no point cloud.
+        MissingExtraError: Numba, for a .ply, is not installed.
+    """
     import numpy as np
     import torch
 
     suffix = Path(source).suffix.lower()
     if suffix == ".npy":
         points = np.load(source, allow_pickle=False)
+        if not isinstance(points, np.ndarray):
+            points.close()
+            raise InputError("the file has several arrays, as a .npz: expected one array, as np.save writes it")
+        points = points.astype(points.dtype.newbyteorder("="), copy=False)
     elif suffix == ".bin":
-        points = np.fromfile(source, np.float32)
-        if points.size % columns:
+        content = np.fromfile(source, np.uint8)
+        if content.size % (4 * columns):
             raise InputError(
-                f"{points.size} numbers are not a multiple of {columns} per point: give the right number per point "
-                f"(point_columns=, --point-columns)"
+                f"{content.size:,} bytes are not a multiple of {4 * columns}, for {columns} float32 per point: give "
+                "the right number per point (point_columns=, --point-columns), or copy the file again if its end is "
+                "missing"
             )
-        points = points.reshape(-1, columns)
+        points = content.view(np.float32).reshape(-1, columns)
     elif suffix == ".ply":
         try:
-            import trimesh
+            from rooftop.scene.building.ply_files import read_ply_points
         except ImportError as error:
-            raise MissingExtraError('.ply needs trimesh: pip install "rooftop[scene]"') from error
-        geometry: Any = trimesh.load_scene(source).to_geometry()
-        points = np.asarray(geometry.vertices)
+            raise MissingExtraError('.ply needs Numba: pip install "rooftop[scene]"') from error
+        points = read_ply_points(Path(source))
     else:
         raise InputError(f"{Path(source).name} is not a point cloud: expected .npy, .bin or .ply")
-    if points.ndim != 2 or points.dtype.kind not in "fiu":
+    if points.ndim != 2 or points.dtype.kind not in "fiu" or points.dtype.itemsize > 8:
         raise InputError(
-            f"the array has shape {points.shape} and dtype {points.dtype}: expected numbers of shape (N, C)"
+            f"the array has shape {points.shape} and dtype {points.dtype}: expected numbers of shape (N, C), of at "
+            "most 64 bits"
         )
     return torch.from_numpy(np.ascontiguousarray(points))
 

@@ -19,12 +19,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.events import Event, Finished, Lost, Workers
-from rooftop.cluster.items import DECODED, Damage, Decoding, Item, find_inputs, list_items
+from rooftop.cluster.items import DECODED, Damage, Decoding, Item, check_count, find_inputs, list_items
 from rooftop.cluster.local_workers import CHUNKS_OF_A_WORKER, LocalWorkers, divide
 from rooftop.cluster.parts import Parts
 from rooftop.cluster.tables import Failure, is_settled, to_batch
@@ -191,12 +192,17 @@ def map_items(
     """
     begun = time.monotonic()
     load_arrow()
-    if timeout_s is not None and timeout_s <= 0:
-        raise InputError(f"timeout_s is {timeout_s}, expected seconds above 0")
-    if workers is not None and workers < 1:
-        raise InputError(f"workers is {workers}, expected 1 or more")
-    if decoders is not None and decoders < 0:
-        raise InputError(f"decoders is {decoders}, expected 0 or more")
+    if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
+        raise InputError(f"timeout_s is {timeout_s!r}, expected seconds above 0")
+    if workers is not None:
+        check_count("workers", workers, 1)
+    if decoders is not None:
+        check_count("decoders", decoders, 0)
+    if scheduler is not None and not isinstance(scheduler, str):
+        raise InputError(
+            f"scheduler is a {type(scheduler).__name__}, expected the scheduler's address as text, such as "
+            "cluster.scheduler_address"
+        )
     if scheduler is not None and (workers is not None or decoders is not None):
         given = "workers" if workers is not None else "decoders"
         raise InputError(f"got {given} and a scheduler, which has its own workers: give only one of them")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftop.cluster.items import check_count
 from rooftop.cluster.photograph_calls import Answer, Classes, Objects, PhotographCall
 from rooftop.cluster.photographs import Preparation
 from rooftop.cluster.targets import pickled
@@ -143,10 +144,11 @@ def model_target(
     """
     if weights is not None and seed is not None:
         raise InputError("expected weights or a seed of random weights, got both")
-    if batch is not None and batch < 1:
-        raise InputError(f"batch is {batch}, expected 1 or more")
-    if top < 1 or not 0 <= threshold <= 1:
-        raise InputError(f"expected top >= 1 and a threshold in 0..1, got {top} and {threshold}")
+    if batch is not None:
+        check_count("batch", batch, 1)
+    check_count("top", top, 1)
+    if not 0 <= threshold <= 1:
+        raise InputError(f"threshold is {threshold}, expected a number in 0..1")
     if name in DETECTORS:
         if weights is None and seed is None:
             raise InputError(f"{name} needs weights (or, to try the model, a seed for random weights)")

@@ -8,9 +8,9 @@ empty lists and None have no type, so a later result sets the type of their colu
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
 import numpy as np
@@ -56,11 +56,21 @@ def row_of(result: Any) -> Row:
     """Return a result as a row: a mapping's items, or the column `result` for any other value.
 
     Raises:
-        ValueError: a value is nested too deep.
+        ValueError: a value is nested too deep, or two keys of a dict have the same name as text.
     """
     if isinstance(result, Mapping):
-        return {str(name): _plain(value) for name, value in result.items()}
+        return _named(result, 0)
     return {"result": _plain(result)}
+
+
+def _named(values: Mapping[Any, Any], levels: int) -> Row:
+    """A mapping with keys of text, such as "1" for 1."""
+    found = {str(name): _plain(value, levels + 1) for name, value in values.items()}
+    if len(found) < len(values):
+        names = [str(name) for name in values]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"several keys of a dict are {twice!r} as text: give each key a name of its own")
+    return found
 
 
 def _plain(value: Any, levels: int = 1) -> Any:
@@ -75,9 +85,11 @@ def _plain(value: Any, levels: int = 1) -> Any:
         value = value.detach().cpu()
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     if isinstance(value, Mapping):
-        return {str(name): _plain(each, levels + 1) for name, each in value.items()}
+        return _named(value, levels)
     if isinstance(value, (list, tuple)):
         return list(value) if _holds_atoms(value) else [_plain(each, levels + 1) for each in value]
+    if np.ma.is_masked(value):
+        return value.tolist()  # masked values become null
     if isinstance(value, (np.ndarray, np.generic)):
         return value.astype(_dtype_of_arrow(value.dtype), copy=False)
     return value
@@ -272,15 +284,63 @@ def _column(values: list[Any], kind: Any) -> Any:
     """
     pa = load_arrow()
     found = pa.array(values)
-    if pa.types.is_date(found.type) and any(isinstance(each, datetime) for each in values):
-        raise TypeError("dates and times")  # Arrow has dropped the times of day
+    if _holds_times(found.type) and len(set(_clocks(values))) > 1:
+        # in one array, Arrow drops the times of day or the time zones
+        raise TypeError("dates and times, or times with and without a time zone")
     if found.type == kind:
         return found
     if pa.types.is_null(found.type):
         return pa.array(values, kind)
     if not _alike(found.type, kind):
         raise TypeError(f"its type is {found.type}")
-    return found.cast(kind)
+    fitting = found.cast(kind)
+    if _is_lossy(found, fitting):
+        raise ValueError("a number is too large for this type, or has too many digits: return the same dtype each time")
+    return fitting
+
+
+def _holds_times(kind: Any) -> bool:
+    types = load_arrow().types
+    return (
+        types.is_date(kind)
+        or types.is_timestamp(kind)
+        or any(_holds_times(kind.field(i).type) for i in range(kind.num_fields))
+    )
+
+
+def _clocks(value: Any) -> Iterator[str]:
+    """What each date or time in a value tells: a date, a time, or a time in a time zone."""
+    if isinstance(value, datetime):
+        yield "time" if value.tzinfo is None else "time in a zone"
+    elif isinstance(value, date):
+        yield "date"
+    elif isinstance(value, (dict, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _clocks(each)
+
+
+def _is_lossy(found: Any, fitting: Any) -> bool:
+    """Whether a cast has changed decimals, or has made finite floats infinite. Floats may be rounded to the column's
+    precision. Arrow checks neither floats nor each overflow of decimals.
+
+    Args:
+        found, fitting: the array before and after the cast.
+
+    Raises:
+        ArrowInvalid: a decimal has overflowed.
+    """
+    pa = load_arrow()
+    one, other = found.type, fitting.type
+    if pa.types.is_struct(one):
+        return any(_is_lossy(found.field(i), fitting.field(each.name)) for i, each in enumerate(one))
+    if pa.types.is_list(one):
+        return _is_lossy(found.flatten(), fitting.flatten())
+    compute = pa.compute
+    if pa.types.is_floating(one) and pa.types.is_floating(other):
+        return bool(compute.any(compute.and_(compute.is_finite(found), compute.is_inf(fitting))).as_py())
+    if pa.types.is_decimal(one) and pa.types.is_decimal(other):
+        return compute.all(compute.equal(found, fitting.cast(one))).as_py() is False
+    return False
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -288,7 +348,8 @@ def _alike(one: Any, other: Any) -> bool:
     way. The keys of a dict may have another order, and missing keys are null. An unknown type matches any type.
 
     A boolean may become a number, but a number may not become a boolean. Floats and decimals may not become each other,
-    since the digits of a value would change. A time may not become a date."""
+    since the digits of a value would change. A time may not become a date, and a time in a time zone may not become one
+    without."""
     pa = load_arrow()
     if pa.types.is_null(one) or pa.types.is_null(other):
         return True
@@ -296,6 +357,8 @@ def _alike(one: Any, other: Any) -> bool:
         return False  # 2 would become True
     if pa.types.is_date(other) and not pa.types.is_date(one):
         return False  # Arrow drops the time of day
+    if pa.types.is_timestamp(one) and pa.types.is_timestamp(other) and (one.tz is None) != (other.tz is None):
+        return False  # Arrow takes a time without a zone for UTC
     if pa.types.is_decimal(one) or pa.types.is_decimal(other):
         return all(pa.types.is_decimal(each) or pa.types.is_integer(each) for each in (one, other))
     numbers = [pa.types.is_boolean(each) or pa.types.is_primitive(each) for each in (one, other)]

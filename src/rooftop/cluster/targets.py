@@ -10,13 +10,14 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
-from rooftop.errors import InputError, ModelRunError, TargetError
+from rooftop.cluster.items import check_count
+from rooftop.errors import ModelRunError, TargetError
 from rooftop.words import did_you_mean, whole_message
 
 Call = Callable[[list[Any]], Sequence[Any]]
@@ -144,19 +145,25 @@ class CallableTarget:
             return self
         import cloudpickle
 
-        found = imported(*self.place)
-        module = sys.modules[found.__module__] if getattr(found, "__module__", None) in sys.modules else None
-        if module is not None:
+        found, file = imported(*self.place), Path(self.place[0])
+        # an object may be of a class of an installed package, such as functools.partial, which workers import
+        modules = {_of_file(file)}
+        own = sys.modules.get(getattr(found, "__module__", ""))
+        if own is not None and Path(getattr(own, "__file__", None) or "").parent == file.parent:
+            modules.add(own)
+        for module in modules:
             cloudpickle.register_pickle_by_value(module)
         try:
             return CallableTarget(self.name, None, self.batch, pickled(found, self.name))
         finally:
-            if module is not None:
+            for module in modules:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
 def _as_many(results: Any, count: int) -> Sequence[Any]:
-    if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__") or len(results) != count:
+    # iteration over a mapping or a table (pandas, pyarrow, polars) gives names or columns, and a set has no order
+    is_list = hasattr(results, "__len__") and not isinstance(results, (str, bytes, Mapping, Set))
+    if not is_list or hasattr(results, "columns") or len(results) != count:
         got = f"{len(results)} results" if isinstance(results, (list, tuple)) else f"a {type(results).__name__}"
         raise ValueError(f"the target returned {got} for a batch of {count}, expected a list of {count} results")
     return list(results)
@@ -171,11 +178,12 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
         ModelRunError: importing the module raised.
         InputError: `batch` is below 1.
     """
-    if batch is not None and batch < 1:
-        raise InputError(f"batch is {batch}, expected 1 or more")
+    if batch is not None:
+        check_count("batch", batch, 1)
     if not isinstance(given, str):
         if not callable(given):
             raise TargetError(f"target is a {type(given).__name__}, expected a callable, or text such as 'my.py:fn'")
+        _check_class(given)
         name = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
         return CallableTarget(name, None, batch, pickled(given, name))
     where, _, attribute = given.rpartition(":")
@@ -185,7 +193,17 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
         where = os.path.abspath(where)
     if not callable(found := imported(where, attribute)):
         raise TargetError(f"{given!r} is a {type(found).__name__}, expected a function or a class")
+    _check_class(found)
     return CallableTarget(given, (where, attribute), batch)
+
+
+def _check_class(found: Any) -> None:
+    """Refuse a class whose instances cannot be called, because workers call an instance."""
+    if isinstance(found, type) and not any("__call__" in vars(each) for each in found.__mro__):
+        raise TargetError(
+            f"{found.__qualname__} is a class without the method __call__, which gets the items: add the method, or "
+            "give a function"
+        )
 
 
 def pickled(target: Any, name: str) -> bytes:

@@ -90,10 +90,7 @@ def read_ply(path: Path) -> PlainMesh:
     Raises:
         InputError: the file is damaged.
     """
-    data = np.fromfile(path, np.uint8)
-    order, elements, image, begin = _header(data[:MOST_HEADER_BYTES].tobytes(), path)
-    is_text = not order
-    found = _text(data[begin:].tobytes(), elements, path) if is_text else _binary(data, begin, order, elements, path)
+    found, image = _values(path)
     if image is not None:
         warnings.warn(
             f"{path}: its texture {image} is ignored; only textures of glTF and OBJ are read: save the mesh as one "
@@ -101,6 +98,25 @@ def read_ply(path: Path) -> PlainMesh:
             stacklevel=4,
         )
     return _mesh(found, path)
+
+
+def read_ply_points(path: Path) -> Array:
+    """Read only the positions of a file's vertices, (V, 3) float64, in the order of the file.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    found, _ = _values(path)
+    return _positions(found, path)
+
+
+def _values(path: Path) -> tuple[Values, str | None]:
+    """The values of a file, and the texture that it names."""
+    data = np.fromfile(path, np.uint8)
+    order, elements, image, begin = _header(data[:MOST_HEADER_BYTES].tobytes(), path)
+    is_text = not order
+    found = _text(data[begin:].tobytes(), elements, path) if is_text else _binary(data, begin, order, elements, path)
+    return found, image
 
 
 def _header(head: bytes, path: Path) -> tuple[str, list[_Element], str | None, int]:
@@ -295,9 +311,7 @@ def _typed(numbers: Array, starts: Ints, counts: Ints, described: _Property, pat
 
 def _mesh(found: Values, path: Path) -> PlainMesh:
     vertex, face = found.get("vertex", {}), found.get("face", {})
-    if any(isinstance(vertex.get(axis), _Lists | None) for axis in "xyz"):
-        raise InputError(f"{path} has no vertices with x, y and z")
-    vertices = _columns(vertex, "xyz")
+    vertices = _positions(found, path)
     normals = _columns(vertex, ("nx", "ny", "nz")) if _has(vertex, ("nx", "ny", "nz")) else None
     colors = _colors(vertex, path)
     if colors is None and any(_has(face, names) for names in _COLORS):
@@ -331,6 +345,13 @@ def _mesh(found: Values, path: Path) -> PlainMesh:
         vertices, uv = vertices[kept], np.stack([distinct["u"], distinct["v"]], 1)
         normals, colors = (None if each is None else each[kept] for each in (normals, colors))
     return PlainMesh(vertices, corners[triangles], normals, uv, colors)
+
+
+def _positions(found: Values, path: Path) -> Array:
+    vertex = found.get("vertex", {})
+    if any(isinstance(vertex.get(axis), _Lists | None) for axis in "xyz"):
+        raise InputError(f"{path} has no vertices with x, y and z")
+    return _columns(vertex, "xyz")
 
 
 def _has(element: Mapping[str, Any], names: tuple[str, ...]) -> bool:
