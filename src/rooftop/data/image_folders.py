@@ -114,8 +114,8 @@ def decode(
 ) -> tuple[RgbPixels | Image.Image, Drawn | None]:
     """Decode a photograph.
 
-    An `ImageTransform` draws its changes first, so that no more pixels than needed are decoded. It accepts an array
-    instead of a Pillow image, if the file is decoded faster to an array.
+    An `ImageTransform` draws its changes first, so that no more pixels than needed are decoded. It also accepts
+    arrays, so a file is decoded to an array, instead of a Pillow image, if this is faster.
     """
     if isinstance(transform, ImageTransform):
         return transform.decode(source, generator, name)

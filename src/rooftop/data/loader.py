@@ -62,8 +62,8 @@ class Loader:
         shuffle, seed: whether to shuffle; the seed of the order and of the augmentation.
         how: where to make batches: "here" (in the training loop itself), "threads", "processes", or "auto". "auto"
             times the first batches of each of these, and keeps the fastest.
-        workers: number of threads or processes, at most 16 per CPU; 0: one per CPU, divided equally among the ranks of
-            a machine, at most 32.
+        workers: number of threads or processes of this rank, at most 16 per CPU; 0: the number of CPUs divided by the
+            number of ranks on this machine, at most 32.
         ahead: batches that are made in advance.
         collate: makes a batch from a list of samples. With PyTorch's `default_collate`, all workers share the work of
             each batch. With another function, one worker makes a whole batch, and at least one batch per worker is made

@@ -44,8 +44,8 @@ class FilePiece:
         name: name of the whole tensor.
         dtype: a key of `ITEM_BYTES`.
         shape: shape of the whole tensor.
-        start: start of the piece in the whole tensor.
-        size: size of the piece.
+        start: for each dimension, the piece's first index in the whole tensor.
+        size: shape of the piece.
     """
 
     name: str

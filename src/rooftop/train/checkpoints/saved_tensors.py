@@ -134,7 +134,7 @@ class SavedTensors:
 
     Args:
         folder: folder of the step.
-        index_checksum: required checksum of index.json.
+        index_checksum: the checksum that index.json must have.
 
     Attributes:
         entries: the tensors' entries, by name.
