@@ -61,7 +61,7 @@ class Loader:
         batch: number of samples in a batch, summed over all ranks.
         shuffle, seed: whether to shuffle; the seed of the order and of the augmentation.
         how: where to make batches: "here" (in the training loop itself), "threads", "processes", or "auto". "auto"
-            times the first batches of each of these, and keeps the fastest.
+            times the first batches of these ways, and chooses a fast one (`choosing`).
         workers: number of threads or processes of this rank, at most 16 per CPU; 0: the number of CPUs divided by the
             number of ranks on this machine, at most 32.
         ahead: batches that are made in advance.
@@ -158,8 +158,9 @@ class Loader:
         The first batches of an epoch are made while the consumer uses the last batches of the previous epoch.
 
         Raises:
-            InputError: the call raises at once if start is not in 0..`len(self)`. The iteration raises at a damaged
-                sample that is not skipped, and at the end of an epoch whose samples were all damaged.
+            InputError: the call raises at once if `start` is not in 0..`len(self)`, `epoch` is below 0, or `epochs` is
+                below 1. The iteration raises at a damaged sample that is not skipped, and at the end of an epoch in
+                which all samples of this rank were damaged.
             LoadingError: a worker process of the loader was killed.
             Exception: any other error of the data set.
         """
