@@ -132,7 +132,8 @@ class EncodedImages:
             as `images` does. The index of a file alone determines which device decodes the file.
 
     Raises:
-        InputError: the transform has changes that only the CPU can make, or the share is out of range.
+        InputError: the transform is not an `ImageTransform`, normalizes although the share is below 1, or has changes
+            that only the CPU can make; or the share is out of range.
     """
 
     def __init__(self, images: ImageFolder, share: float = 1.0) -> None:

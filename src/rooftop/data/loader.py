@@ -161,7 +161,7 @@ class Loader:
             InputError: the call raises at once if `start` is not in 0..`len(self)`, `epoch` is below 0, or `epochs` is
                 below 1. The iteration raises at a damaged sample that is not skipped, and at the end of an epoch in
                 which all samples of this rank were damaged.
-            LoadingError: a worker process of the loader was killed.
+            LoadingError: a worker process of the loader was killed or ended.
             Exception: any other error of the data set.
         """
         if not 0 <= start <= len(self) or epoch < 0:

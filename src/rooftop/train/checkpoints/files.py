@@ -8,9 +8,9 @@
 Each block has its own checksum, so that a reader can verify only the rows that it needs. The checksums are computed
 while the data are written and are put into the header last, so a truncated file has no checksums.
 
-This file imports only the standard library. If this file runs as a script, it writes a checkpoint while the training
-continues. The script starts in a tenth of a second, and reads the data from memory that it shares with the training
-process.
+This file imports only the standard library. If this file runs as a script, it writes one file of a checkpoint while
+the training continues. The script starts in a tenth of a second, and reads the data from memory that it shares with the
+training process.
 """
 
 from __future__ import annotations
