@@ -6,8 +6,8 @@ The process sends all other values of the piece through a pipe. A slot that is t
 allocates a larger slot (`share_memory_`) and sends its file descriptor. The shared memory has no name, so the system
 frees it even if a process is killed.
 
-Processes are forked if the system supports fork, because then data sets need not be pickled. The parent kills
-the processes when they are no longer needed. A process whose parent has ended ends within a second. A process ignores
+Processes are forked if the system supports fork, because then data sets need not be pickled. The parent kills the
+processes when they are no longer needed. A process whose parent has ended ends within a second. A process ignores
 Ctrl-C and SIGTERM, which the parent handles.
 """
 
