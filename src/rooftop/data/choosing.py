@@ -1,4 +1,4 @@
-"""Choose the fastest way to make batches ("here", "threads" or "processes") by timing the first batches of each."""
+"""Choose a fast way to make batches ("here", "threads" or "processes") by timing the first batches of each."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ for copies of each batch and of the program.
 
 @dataclass
 class Choice:
-    """Time each way to make batches, then keep the fastest.
+    """Time the ways to make batches one after another, then choose one.
+
+    The remaining ways are not timed if the loop itself takes at most `QUICK_S` per batch, or if threads are almost as
+    fast as possible (`NEAR_LINEAR`).
 
     Attributes:
         ways: ways to try, in this order. If there is only one way, it is chosen without a measurement.
         workers: number of threads or processes.
-        overlaps: whether workers can make batches while a device computes. If the loop itself makes batches, the device
-            waits.
+        overlaps: whether workers can make batches while a device computes. The device waits while the loop itself makes
+            batches, so "here" is then chosen only if it takes at most `QUICK_S` per batch, or if no other way works.
         seconds: for each timed way, the measured seconds per batch.
         refused: for each way that failed, the reason.
-        chosen: the chosen way; None while ways remain to be tried.
+        chosen: the chosen way; None until a way is chosen.
     """
 
     ways: Sequence[str]

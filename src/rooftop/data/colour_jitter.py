@@ -21,7 +21,7 @@ class Colour(NamedTuple):
 
 
 def draw_jitter(strength: float, hue: float, generator: np.random.Generator) -> tuple[Colour, ...]:
-    """Draw colour changes in random order: factors within 1 +- strength, and a hue shift within +- hue."""
+    """Draw colour changes in random order: factors within 1 +- strength (at least 0), and a hue shift within +- hue."""
     low, high = max(0.0, 1 - strength), 1 + strength
     drawn = [Colour(name, float(generator.uniform(low, high))) for name in FACTORS] if strength else []
     if hue:

@@ -4,7 +4,8 @@
     values = augmented(pixels.values, pixels.operations)
 
 The CPU then has more time to decode images. Each image of a batch has its own list of operations. On a GPU, two kernel
-launches apply one operation to every image. The resulting pixels are the same as Pillow's, bit for bit.
+launches apply the first operation of every image's list, the next two launches the second operation, and so on. The
+resulting pixels are the same as Pillow's, bit for bit.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def augmented(images: Tensor, operations: Tensor) -> Tensor:
         operations: (N, count, ENTRIES) float64 on the same device, from `encoded`.
 
     Returns:
-        (N, H, W, 3) uint8; `images` itself if there are no operations.
+        uint8 of the same shape as `images`; `images` itself if there are no operations.
 
     Raises:
         ValueError: a shape, dtype or device differs from those described above.

@@ -1,7 +1,7 @@
 """Crop, resize, flip and shift photographs that are on a device.
 
-On a GPU, two Triton kernels change many photographs at once. Without Triton and in tests, PyTorch's operators change
-one photograph after another.
+On a GPU, two Triton kernels change many photographs at once. On the CPU, and on a GPU
+without Triton, PyTorch's operators change one photograph after another.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ class EncodedBatch:
         ]
 
     def groups(self) -> Iterator[range]:
-        """Split the batch into groups of files whose pixels fit on the device together; yields their indices."""
+        """Split the files into groups whose pixels fit on the device together; yields each group's range of indices in
+        `files`."""
         start, pixels = 0, 0
         for place, file in enumerate(self.files):
             pixels += file.shape[0] * file.shape[1]
@@ -131,7 +132,8 @@ class EncodedImages:
             as `images` does. The index of a file alone determines which device decodes the file.
 
     Raises:
-        InputError: the transform has changes that only the CPU can make, or the share is out of range.
+        InputError: the transform is not an `ImageTransform`, normalizes although the share is below 1, or has changes
+            that only the CPU can make; or the share is out of range.
     """
 
     def __init__(self, images: ImageFolder, share: float = 1.0) -> None:
@@ -270,8 +272,9 @@ def faster_decoding(
     seconds: float = MEASURED_S,
     arrive: DeviceImages | None = None,
 ) -> DecodingChoice:
-    """Measure how many photographs a second each device decodes, and choose. The GPU must be `GAIN` times as fast,
-    because it also has to train.
+    """Measure how many photographs a second the CPU and the GPU decode, and choose.
+
+    The GPU is chosen only if it decodes more than `GAIN` times as many as the CPU, because the GPU also has to train.
 
     Args:
         images: a data set with an `ImageTransform`.

@@ -54,8 +54,8 @@ class Copies:
             return Copied(copied, self._stream.record_event() if self._stream is not None else None)
 
     def begin_joined(self, tensors: Sequence[Tensor], then: Callable[[Tensor], Any]) -> Copied:
-        """Start to copy tensors of one dtype into one tensor (values,) on the device, one after another. Return what
-        `then` makes of this tensor; on a GPU, its kernels run on the copy stream.
+        """Start to copy tensors of one dtype to the device, into one flat tensor that holds their values in order.
+        Return what `then` makes of this flat tensor; on a GPU, the kernels of `then` run on the copy stream.
 
         The device's memory is allocated once, and not for each tensor.
         """

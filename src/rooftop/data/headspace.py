@@ -3,9 +3,9 @@
     found = headspace(ImageFolder("photographs/train", transform), 64, step, device="cuda")
     print(found.bounds, found.why)
 
-Each stage is measured alone, with its inputs in memory. All workers run the stages disk, decode and augment at the same
-time; one thread runs collate; the device runs copy and model. The loader runs all stages except the model, as in
-training. So compare the rate of "loader" with the rate of "model".
+Each stage is measured alone, with its inputs in memory. Each of the stages disk, decode and augment runs in all
+workers at once; collate runs in one thread; copy and model run on the device. The loader runs all stages except the
+model, as in training. So compare the rate of "loader" with the rate of "model".
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def headspace(
     seconds: float = 1.0,
     show: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> Headspace:
-    """Measure each stage alone, then the loader.
+    """Measure each stage alone, and the loader, which runs all stages except the model.
 
     Args:
         samples: the data set. A data set that is not a `StagedSamples` has one stage, "sample", instead of disk, decode

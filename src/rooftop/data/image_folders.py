@@ -32,7 +32,8 @@ class ImageFolder:
 
     Args:
         root: a folder with one folder per class, which holds the class's photographs, also in subfolders. Names that
-            begin with a dot are ignored. A warning names images of formats that are not read, such as GIF.
+            begin with a dot are ignored. A warning counts the images of formats that are not read, such as GIF, and
+            names the first.
         transform: (RGB image, generator or None) -> image. With an `ImageTransform`, JPEGs are decoded no larger than
             needed. None: images are (3, H, W) uint8.
 
@@ -114,8 +115,8 @@ def decode(
 ) -> tuple[RgbPixels | Image.Image, Drawn | None]:
     """Decode a photograph.
 
-    An `ImageTransform` draws its changes first, so that no more pixels than needed are decoded. It accepts an array
-    instead of a Pillow image, if the file is decoded faster to an array.
+    An `ImageTransform` draws its changes first, so that no more pixels than needed are decoded. It also accepts
+    arrays, so a file is decoded to an array, instead of a Pillow image, if this is faster.
     """
     if isinstance(transform, ImageTransform):
         return transform.decode(source, generator, name)

@@ -163,7 +163,8 @@ class ImageTransform:
         return Drawn(crop, bool(flip), shift, jitter, operations, erased)
 
     def reduction(self, width: int, height: int, drawn: Drawn) -> float:
-        """The factor by which the decoder may shrink the image, before the transform resizes it to its final size."""
+        """The greatest factor by which the decoder may divide the image's width and height, before the transform
+        resizes the image to its final size."""
         if drawn.crop is not None:
             left, top, right, bottom = drawn.crop
             return min((right - left) * width, (bottom - top) * height) / self.size / self.augment.detail
@@ -223,7 +224,7 @@ class ImageTransform:
 
     @property
     def shorter_side(self) -> int:
-        """The shorter side of the whole image, in pixels, before the central square is cut out."""
+        """The shorter side, in pixels, to which the whole image is resized before the central square is cut out."""
         return round(self.size * MARGIN) if self.augment.crop < 1 else self.size
 
     def _central(self, image: Image.Image) -> Image.Image:

@@ -61,9 +61,9 @@ class Loader:
         batch: number of samples in a batch, summed over all ranks.
         shuffle, seed: whether to shuffle; the seed of the order and of the augmentation.
         how: where to make batches: "here" (in the training loop itself), "threads", "processes", or "auto". "auto"
-            times the first batches of each of these, and keeps the fastest.
-        workers: number of threads or processes, at most 16 per CPU; 0: one per CPU, divided equally among the ranks of
-            a machine, at most 32.
+            times the first batches of these ways, and chooses a fast one (`choosing`).
+        workers: number of threads or processes of this rank, at most 16 per CPU; 0: the number of CPUs divided by the
+            number of ranks on this machine, at most 32.
         ahead: batches that are made in advance.
         collate: makes a batch from a list of samples. With PyTorch's `default_collate`, all workers share the work of
             each batch. With another function, one worker makes a whole batch, and at least one batch per worker is made
@@ -158,9 +158,10 @@ class Loader:
         The first batches of an epoch are made while the consumer uses the last batches of the previous epoch.
 
         Raises:
-            InputError: the call raises at once if start is not in 0..`len(self)`. The iteration raises at a damaged
-                sample that is not skipped, and at the end of an epoch whose samples were all damaged.
-            LoadingError: a worker process of the loader was killed.
+            InputError: the call raises at once if `start` is not in 0..`len(self)`, `epoch` is below 0, or `epochs` is
+                below 1. The iteration raises at a damaged sample that is not skipped, and at the end of an epoch in
+                which all samples of this rank were damaged.
+            LoadingError: a worker process of the loader was killed or ended.
             Exception: any other error of the data set.
         """
         if not 0 <= start <= len(self) or epoch < 0:

@@ -6,8 +6,9 @@ The process sends all other values of the piece through a pipe. A slot that is t
 allocates a larger slot (`share_memory_`) and sends its file descriptor. The shared memory has no name, so the system
 frees it even if a process is killed.
 
-Processes are forked if the system supports fork, because then data sets need not be pickled. A process ends on request,
-or within a second after its parent has ended. A process ignores Ctrl-C and SIGTERM, which the parent handles.
+Processes are forked if the system supports fork, because then data sets need not be pickled. The parent kills the
+processes when they are no longer needed. A process whose parent has ended ends within a second. A process ignores
+Ctrl-C and SIGTERM, which the parent handles.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Processes:
     """Makes batches in worker processes.
 
     Raises:
-        LoadingError: `take` raises this if a process was killed or ended.
+        LoadingError: a process was killed or ended; the constructor and `take` raise this.
     """
 
     def __init__(self, job: Job, workers: int, ahead: int) -> None:

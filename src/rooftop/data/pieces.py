@@ -145,7 +145,7 @@ def joined(pieces: Sequence[Made], pin: bool = False, copy: bool = False) -> Mad
     """Join all pieces to a batch.
 
     Args:
-        pin: whether to put the tensors into pinned memory, for asynchronous copies to a GPU.
+        pin: whether to put joined or copied tensors into pinned memory, for asynchronous copies to a GPU.
         copy: whether to copy the tensors even if there is only one piece.
     """
     full = [piece for piece in pieces if len(piece.indices)]

@@ -56,7 +56,7 @@ class Agreement:
         return heard  # type: ignore[no-any-return]
 
     def finish(self) -> None:
-        """Wait for the last numbers of the other ranks. Call this before the process group is destroyed."""
+        """Wait until the last exchange is complete. Call this before the process group is destroyed."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -42,7 +42,7 @@ def convert(
     tensor_ranks: int = 1,
     progress: Progress = lambda what, fraction: None,
 ) -> Path:
-    """Convert a checkpoint. All data are verified by their checksums.
+    """Convert a checkpoint. All data are verified by their checksums, which only format 1 lacks.
 
     Args:
         record: the record of the checkpoint.
@@ -55,8 +55,8 @@ def convert(
         The folder of the step.
 
     Raises:
-        InputError: the checkpoint is damaged, `out` is not empty, or the model cannot be split among `tensor_ranks`
-            ranks.
+        InputError: the checkpoint is damaged, `out` is not empty or cannot be created, or the model cannot be split
+            among `tensor_ranks` ranks.
         OSError: the new checkpoint cannot be written.
     """
     out = Path(out)

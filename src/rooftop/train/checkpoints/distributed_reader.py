@@ -95,5 +95,5 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a path is the folder of a training."""
+        """Whether a path is the folder of a training, or the folder of one of its steps."""
         return holds_training(Path(checkpoint_id))

@@ -8,9 +8,9 @@
 Each block has its own checksum, so that a reader can verify only the rows that it needs. The checksums are computed
 while the data are written and are put into the header last, so a truncated file has no checksums.
 
-This file imports only the standard library. If this file runs as a script, it writes a checkpoint while the training
-continues. The script starts in a tenth of a second, and reads the data from memory that it shares with the training
-process.
+This file imports only the standard library. If this file runs as a script, it writes one file of a checkpoint while
+the training continues. The script starts in a tenth of a second, and reads the data from memory that it shares with the
+training process.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class FilePiece:
         name: name of the whole tensor.
         dtype: a key of `ITEM_BYTES`.
         shape: shape of the whole tensor.
-        start: start of the piece in the whole tensor.
-        size: size of the piece.
+        start: for each dimension, the piece's first index in the whole tensor.
+        size: shape of the piece.
     """
 
     name: str

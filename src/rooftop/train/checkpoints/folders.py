@@ -79,7 +79,8 @@ def remove_unfinished(folder: Path) -> None:
 def complete(
     temporary: Path, files: Sequence[str], described: Mapping[str, Any], *, keep_last: int | None = None
 ) -> Path:
-    """Turn the files of the ranks into a complete step, make `latest` name it, and remove older steps.
+    """Turn the files of the ranks into a complete step, make `latest` name it, and remove older steps and
+    earlier saves of this step.
 
     Args:
         temporary: the temporary folder of the files.
@@ -92,7 +93,8 @@ def complete(
         The folder of the step.
 
     Raises:
-        OSError: a file cannot be written; `latest` still names the previous step.
+        OSError: a file cannot be written, and `latest` still names the previous step; or the step is complete, but an
+            older step cannot be removed.
         ValueError: a file is incomplete.
     """
     folder = temporary.parent
@@ -147,7 +149,10 @@ def last_step(folder: Path) -> Path | None:
 
 
 def steps_in(folder: Path, step: int) -> list[Path]:
-    """List the folders of a step that contain a training; a step has several folders if it was saved several times."""
+    """List the folders of a step that contain a training.
+
+    A step has several folders if it was saved again, and the earlier save is not removed yet.
+    """
     return [path for number, path in _steps(folder) if number == step]
 
 

@@ -5,10 +5,10 @@
     rank 2 holds   layers.1.up[0:64]    norm        rank 2 writes   layers.1.up[0:64]
     ...
 
-The ranks exchange lists of the parts that they hold (`Held`). The plan depends only on these lists. If
-several ranks hold a part, the rank with the fewest bytes to write so far writes this part. Data and context parallel
-ranks hold the same parts. Tensor parallel ranks hold the same norms and shared heads. Pipeline stages hold the same
-tied embedding. Large parts are first cut by rows.
+The ranks exchange lists of the parts that they hold (`Held`). The plan depends only on these lists. If several ranks
+hold a part, the one of them with the fewest bytes to write so far writes this part. Data and context parallel ranks
+hold the same parts, unless they shard the model. Tensor parallel ranks hold the same norms and shared heads. The first
+and the last pipeline stage hold the same tied embedding. Large parts that several ranks hold are first cut by rows.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ def planned(held: Sequence[Sequence[Held]]) -> list[list[FilePiece]]:
     """Plan the pieces that each rank writes; the result is the same on all ranks.
 
     Args:
-        held: the parts that each rank holds.
+        held: for each rank, in order, the parts that it holds; several ranks may hold the same part.
 
     Raises:
-        ValueError: the ranks do not hold each element of a tensor exactly once, or disagree on the shape or dtype.
+        ValueError: the different pieces of a tensor do not have as many elements together as the tensor, or the ranks
+            disagree on its shape or dtype.
     """
     holders: dict[FilePiece, list[int]] = {}
     wholes: dict[str, tuple[str, tuple[int, ...]]] = {}

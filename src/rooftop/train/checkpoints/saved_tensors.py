@@ -97,8 +97,10 @@ class Readable(Protocol):
     def fill(self, place: Tensor, name: str, box: Box) -> None:
         """Read a part of a tensor into a given tensor on any device.
 
+        `entries` must have the tensor, and `box` must be a box in its shape; `entry_of` checks this.
+
         Raises:
-            InputError: the tensor is missing or damaged, or has a different dtype or shape.
+            InputError: the data of the tensor are damaged or incomplete.
         """
 
 
@@ -134,7 +136,7 @@ class SavedTensors:
 
     Args:
         folder: folder of the step.
-        index_checksum: required checksum of index.json.
+        index_checksum: the checksum that index.json must have.
 
     Attributes:
         entries: the tensors' entries, by name.
@@ -173,10 +175,10 @@ class SavedTensors:
         self._there: set[str] = set()
 
     def check_files(self) -> None:
-        """Check that all files exist and have the expected length.
+        """Check that all files exist and have the expected length and header.
 
         Raises:
-            InputError: a file is missing or has a different length; the message names the first such file.
+            InputError: a file is missing, or its length or header differs; the message names the first such file.
         """
         for name, entry in self.entries.items():
             for piece in entry.pieces:

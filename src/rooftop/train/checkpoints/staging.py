@@ -109,7 +109,7 @@ class Staging:
             thread.join()
 
     def ready(self) -> None:
-        """Prepare for the next copy."""
+        """Forget the completed copy, so that the next copy can begin."""
         self._event, self._thread, self._error = None, None, None
 
     def close(self) -> None:

@@ -119,7 +119,7 @@ def read_record(folder: str | Path) -> TrainingRecord:
         folder: the folder of a training, whose last step is read, or the folder of one step.
 
     Raises:
-        InputError: the folder holds no training.
+        InputError: the folder holds no training, or its training.json is damaged or has an unknown format.
     """
     folder = Path(folder)
     found = folder

@@ -36,7 +36,9 @@ from rooftop.train.tokens.tokens import Tokens
 
 
 def save_training(folder: str | Path, trainer: GptTrainer, *, keep_last: int | None = None) -> Path:
-    """Save a training after its last step, and wait until the data are on the disk. All ranks must call this together.
+    """Save the state of a training after its latest step, and wait until the data are on the disk.
+
+    All ranks must call this together.
 
     Args:
         folder: folder of all steps; created if missing.
@@ -46,7 +48,8 @@ def save_training(folder: str | Path, trainer: GptTrainer, *, keep_last: int | N
         The folder of this step.
 
     Raises:
-        OSError: the step cannot be written; all ranks raise this. `latest` still names the previous step.
+        OSError: the step cannot be written, and `latest` still names the previous step; or the step is complete, but an
+            older step cannot be removed. All ranks raise this.
     """
     saver = Saver(folder, trainer, asynchronous=False, keep_last=keep_last)
     try:

@@ -7,8 +7,8 @@ Each norm stays the same object with the same parameters and buffers. Within the
 subclass. On a GPU the arithmetic is the same as in torch.nn.SyncBatchNorm.
 
 For each channel of its part of the batch, each rank computes the count, the mean and the sum of squared deviations.
-Chan's formula merges these statistics over ranks: sum = Σ sum_r + Σ n_r (mean_r - mean)². The formula never subtracts
-large squares from each other. The gradient, with sums over the whole batch of n values per channel, is
+Chan's formula merges the sums of squared deviations of the ranks r: sum = Σ sum_r + Σ n_r (mean_r - mean)². The formula
+never subtracts large squares from each other. The gradient, with sums over the whole batch of n values per channel, is
 
     dx = weight / std * (dy - Σ dy / n - x̂ * Σ (dy x̂) / n)
 
@@ -37,8 +37,9 @@ KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def batch_norms_over_ranks(model: nn.Module, group: Group) -> Iterator[list[str]]:
     """Within the `with` block, batch norms in training mode use statistics over the ranks of a group.
 
-    All ranks must call the same norms in the same order, each with at least one sample. Norms in evaluation mode,
-    including those of frozen modules, use their running statistics as usual. Without a group nothing changes.
+    All ranks must call the same norms in the same order, every rank with at least one sample. Norms in evaluation mode,
+    including those of frozen modules, use their running statistics as usual. Without a group, or with one rank, nothing
+    changes.
 
     Yields: The names of the changed norms.
     """

@@ -1,6 +1,8 @@
-"""Explain failed steps: find the first module with a non-finite output, or list the contents of the GPU's memory.
+"""Explain failed steps: find the first value that is not finite, such as a module's output, or list the contents of the
+GPU's memory.
 
-Both functions run the batch of the failed step a second time, because checks in every step would cost time.
+The functions run the batch of the failed step a second time, because checks in every step would cost time. On several
+ranks, and after an evaluation, the contents of the memory are listed without a second run.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ MEMORY_ADVICE = (
 
 def first_not_finite(stepper: Stepper, number: int, parts: Iterable[Part]) -> tuple[int, str] | None:
     """Run the batch of a step again, and find the first value that is not finite.
+
+    Each batch, output of a module, loss and gradient of a parameter is one value.
 
     Weights, optimizer state and buffers stay unchanged, but gradients change.
 
@@ -91,7 +95,7 @@ def _batch_in_words(part: Part) -> str:
 
 @contextmanager
 def memory_explained(stepper: Stepper, number: int, again: Callable[[], Iterable[Part]] | None) -> Iterator[None]:
-    """Turn an out-of-memory error of a step into one line, with a note that lists what uses the memory.
+    """Turn an out-of-memory error of a step into one line; for a GPU, a note lists what uses the memory.
 
     Args:
         again: yields the parts of the step again. The step then runs a second time under `explained_memory`, which

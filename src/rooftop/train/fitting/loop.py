@@ -3,16 +3,17 @@
     fitted = fit(task, Recipe.of({"run": {"epochs": 5}}), out=Path("runs/first"))
 
 `stepping.Stepper` runs each step. The loop decides when to read losses, evaluate the model, save the state, and end.
-The loop reads the results of steps from the device once every `interval` steps, and before each evaluation and save.
+The loop reads the results of steps from the device once every `interval` steps, before each evaluation and save, and
+after the first and the last step.
 Between evaluations and saves the next step is launched before the loop waits for the results, so that the device never
 waits for Python.
 
 `resume=True` continues a killed training from its last checkpoint. The results are bit-identical to those of an
-uninterrupted training; on a GPU this needs run.deterministic. Sample order, augmentation and dropout depend only on
-seed, epoch, step and position.
+uninterrupted training; on a GPU this needs run.deterministic. Sample order and augmentation depend only on seed,
+epoch, sample index, step and position in the batch. Dropout depends on seed, step and rank.
 
 With gradient accumulation, each forward pass has its own batch-norm statistics, over all ranks. Dropout masks depend on
-the number of ranks.
+the number of ranks and on the number of parts of a step.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def fit(
     Raises:
         InputError: the recipe does not fit the task or the ranks, `out` holds another training, or another process
             trains in `out`.
-        DivergedError: a loss or a gradient is not finite.
+        DivergedError: a loss or a gradient is not finite, and the recipe does not skip such steps; or too many steps
+            in a row, or all steps, were skipped.
         ModelRunError: memory ran out, or a function of the task raised.
         OSError: a checkpoint cannot be written; the previous one is kept.
         RankError: another rank failed.

@@ -60,7 +60,9 @@ class MetricLines:
 
 
 def read_metrics(path: Path, until: int | None = None) -> tuple[list[StepRecord], list[EvaluationRecord]]:
-    """Read the records of a file, one per step; if a step ran twice, the last record counts.
+    """Read the records of a file: at most one step record and one evaluation record per step.
+
+    If a step ran twice, the last record counts.
 
     Args:
         until: the last step to return; None: all.

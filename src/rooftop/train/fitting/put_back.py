@@ -19,7 +19,10 @@ from torch import Tensor
 
 
 class PutBack:
-    """Keeps copies of tensors. The memory for the copies is allocated once, and is twice the size of the tensors."""
+    """Keeps copies of tensors.
+
+    The copies need twice the memory of the tensors. This memory is allocated once, and again only if the shapes change.
+    """
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.dtype, torch.device], _Room] = {}

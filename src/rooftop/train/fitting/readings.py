@@ -12,11 +12,12 @@ from torch import Tensor
 class Reading:
     """Results of steps, on their way from the device to the host.
 
-    The copy begins now and needs no wait: the caller may launch further steps before it calls `rows`.
+    The constructor starts the copy and does not wait for it: the caller may launch further steps before it calls
+    `rows`.
 
     Args:
         step: the number of the last step in `results`.
-        results: the result of each step, (columns,) on the same device.
+        results: for each step, a tensor (columns,); all are on one device.
     """
 
     def __init__(self, step: int, results: Sequence[Tensor]) -> None:

@@ -85,8 +85,8 @@ class Fitted:
         steps: total number of steps, including earlier runs.
         seconds: duration of this run.
         reason: why the training ended: "done", "no improvement for N evaluations", "stopped by SIGTERM", "stopped by
-            Ctrl-C".
-        last, best: the last and the best evaluation; None without validation data.
+            Ctrl-C", "stopped by the program".
+        last, best: the last and the best evaluation; None if there was no evaluation, e.g. without validation data.
         out: folder of the run; None: nothing was written.
     """
 
@@ -108,7 +108,7 @@ class Observer(Protocol):
     def evaluated(self, record: EvaluationRecord) -> None: ...
 
     def noted(self, note: str) -> None:
-        """Receive a note: a change of the model by the recipe, or a skipped sample or step."""
+        """Receive a note, e.g. a change of the model by the recipe, a skipped sample or step, or the way of loading."""
 
     def ended(self, fitted: Fitted, model: Any) -> None:
         """Receive the end of the training; `model` has the exported last weights and is in evaluation mode."""

@@ -77,7 +77,8 @@ class Stepper:
 
         Returns:
             (4,) float64 on the device: the loss of the whole batch, the norm of the gradient before clipping, whether
-            the step was skipped, and whether the step is a fault. In fp16, an overflow of the gradient is no fault.
+            the step was skipped, and whether the step is a fault: its loss or gradient is not finite. In fp16, only the
+            loss counts as a fault, because overflows of the gradient are usual.
         """
         set_rates(self.optimizer, rate_factor(self.recipe.schedule, number, self.steps))
         self._buffers.take(self.task.model.buffers())
@@ -113,7 +114,8 @@ class Stepper:
                 replay.
 
         Returns:
-            (2,) float64: this rank's share of the loss, and this rank's share of the whole batch.
+            (2,) float64: this rank's contribution to the mean loss of the whole batch, and the fraction of the whole
+            batch that this rank's parts hold.
 
         Raises:
             InputError: with `summing`, a loss computes the gradient of a parameter in several backward passes.
@@ -259,5 +261,5 @@ def dropout_seed(seed: int, step: int, rank: int) -> int:
 
 
 def generator_of(seed: int, step: int) -> Callable[[int], np.random.Generator]:
-    """A NumPy generator for a position in the whole batch of a step."""
+    """Return a function that makes the NumPy generator of a position in the whole batch of a step."""
     return lambda place: np.random.default_rng((seed, step, place))

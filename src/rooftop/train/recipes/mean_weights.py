@@ -33,11 +33,11 @@ class MeanWeights:
 
     Args:
         model: a model on its final device. The model's tensors must stay the same objects, as usual in training.
-        decay: the maximum of d.
+        decay: the maximum of the factor d, the weight of the old mean in an update (see the module).
         every: steps between two updates.
 
     Raises:
-        InputError: the decay is 1, so the mean would never change.
+        InputError: the decay is below 0, or is 1 or more. With 1, the mean would never change.
     """
 
     def __init__(self, model: nn.Module, decay: float, every: int = 1) -> None:
