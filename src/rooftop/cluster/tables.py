@@ -320,8 +320,8 @@ def _clocks(value: Any) -> Iterator[str]:
 
 
 def _is_lossy(found: Any, fitting: Any) -> bool:
-    """Whether a cast has changed decimals, or has made finite floats infinite. Floats may be rounded to the column's
-    precision. Arrow checks neither floats nor each overflow of decimals.
+    """Whether a cast has changed decimals or whole numbers, or has made finite floats infinite. Other floats may be
+    rounded to the column's precision. Arrow checks neither floats nor each overflow of decimals.
 
     Args:
         found, fitting: the array before and after the cast.
@@ -337,7 +337,10 @@ def _is_lossy(found: Any, fitting: Any) -> bool:
         return _is_lossy(found.flatten(), fitting.flatten())
     compute = pa.compute
     if pa.types.is_floating(one) and pa.types.is_floating(other):
-        return bool(compute.any(compute.and_(compute.is_finite(found), compute.is_inf(fitting))).as_py())
+        whole = compute.equal(found, compute.floor(found))
+        changed = compute.not_equal(found, fitting.cast(one))
+        lost = compute.or_(compute.and_(whole, changed), compute.is_inf(fitting))
+        return bool(compute.any(compute.and_(compute.is_finite(found), lost)).as_py())
     if pa.types.is_decimal(one) and pa.types.is_decimal(other):
         return compute.all(compute.equal(found, fitting.cast(one))).as_py() is False
     return False
