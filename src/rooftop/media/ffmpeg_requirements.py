@@ -36,8 +36,8 @@ NO_HEADERS = "NVIDIA's interfaces for video: nv-codec-headers, with ffnvcodec.pc
 
 
 class Lacking(NamedTuple):
-    """A missing tool or library: its name or the feature that it enables, and its name in `ffmpeg_packages` ("" if no
-    package provides it)."""
+    """A missing tool or library: a description, and its name in `ffmpeg_packages` ("" if no package provides it). The
+    description of an optional one is the feature that it enables."""
 
     what: str
     thing: str

@@ -401,7 +401,8 @@ def _decoded_by_pyav(clip: Path) -> np.ndarray | None:
 
 @cache
 def picture(bits: int) -> np.ndarray:
-    """The test picture, (T, N) uint8 (uint16 for 10 bits): the luma plane, then two chroma planes of half its size."""
+    """The test picture, (T, N) uint8 (uint16 for 10 bits): T frames of N samples. Each frame has the luma plane, then
+    two chroma planes of half its height and half its width."""
     y, x = np.ogrid[0:HEIGHT, 0:WIDTH]
     y, x = y / 2, x / 2  # in pixels of chroma
     number = np.arange(FRAMES)[:, None, None]

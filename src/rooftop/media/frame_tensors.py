@@ -232,8 +232,8 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
 
     NVDEC frames carry no container metadata; `otherwise` supplies it.
 
-    FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), with y down. Other angles are rounded to the nearest
-    quarter turn.
+    FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), with y down. An angle that is not a multiple of 90
+    degrees is rounded to the nearest quarter turn.
     """
     data = display_matrix(frame)
     if data is None:  # there is no matrix, or PyAV does not return it but knows the rotation

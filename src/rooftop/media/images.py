@@ -254,7 +254,7 @@ class ImageDecoder:
         layout: "chw" for (3, H, W), or "hwc" for (H, W, 3), contiguous: `rooftop.mat.Mat` and OpenCV accept "hwc"
             directly (OpenCV's own order is blue, green, red).
         threads: number of decoding threads; None: one for each CPU, at most 8. With a GPU, at most 4 threads are used.
-            At most two photographs per thread are in memory on the CPU, and eight with a GPU.
+            At most two photographs per thread are in memory on the CPU, and eight per thread with a GPU.
         on_error: "raise"; or "skip" unreadable files, with a warning for each.
 
     Attributes:
