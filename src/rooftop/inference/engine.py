@@ -116,7 +116,8 @@ class Engine:
         graphs: whether calls replay CUDA graphs, one for each signature of the inputs: structure, shapes, dtypes,
             numbers, strings. None: only on a GPU. Pass False for a model that keeps state between calls outside its
             buffers.
-        most_shapes: largest number of graphs. Above this number, the least recently used graph is dropped.
+        most_shapes: largest number of signatures that are kept, with their graphs or as refused. Above this number, the
+            least recently used signature is dropped.
         output_dtype: dtype to which floating-point results are cast; None: they keep the dtype that the copy returns.
         copy_outputs: whether results of graphs are copied. Results that are not copied are inference tensors, which the
             next call of the engine, with any inputs, overwrites.

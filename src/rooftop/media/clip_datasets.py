@@ -201,7 +201,7 @@ class ClipLoader:
         epoch: the number of the next pass; the caller may set it.
 
     Raises:
-        InputError: a number is below 1, or the device `to` is not available.
+        InputError: `batch`, `threads` or `ahead` is below 1, or `to` is a GPU and torch finds none.
     """
 
     def __init__(

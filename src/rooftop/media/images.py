@@ -67,8 +67,8 @@ class NamedImage(NamedTuple):
 
 
 def find_images(paths: Sequence[ImagePath]) -> list[Path]:
-    """List the photographs at `paths`: each given file, and the photographs in each given folder (without subfolders),
-    sorted by name.
+    """List the photographs at `paths`, in the order of `paths`: each given file, and the photographs in each given
+    folder (without subfolders). The photographs of one folder are sorted by name.
 
     Raises:
         InputError: a path does not exist, or a folder has no photographs.

@@ -144,8 +144,8 @@ def _with_own_code(function: Any) -> Any:
 class InOneForm:
     """Call compiled code with arguments of one form, so that it is compiled only once.
 
-    The compiler makes a version for each set of input strides, and for inference mode. So non-contiguous inputs are
-    made contiguous, and inference mode becomes `torch.no_grad`.
+    The compiler makes a version for each set of input strides, and for inference mode. So inputs that are neither
+    contiguous nor channels last are made contiguous, and inference mode becomes `torch.no_grad`.
 
     The back end of attention is chosen when code is compiled, but PyTorch's caches of compiled code do not distinguish
     back ends. So the first call of each form adds the back end to the caches' keys. During that call, PyTorch may

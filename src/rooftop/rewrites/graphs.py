@@ -81,11 +81,11 @@ class UncapturedError(Exception):
 
 
 class Graphs:
-    """Graphs by signature. If there are more than `most` graphs, the least recently used one is dropped.
+    """Graphs and refusals by signature. If there are more than `most` of them, the least recently used one is dropped.
 
     Args:
         device: device of the model.
-        most: largest number of graphs.
+        most: largest number of graphs and refusals together.
         state: returns a value that must not change from call to call (see `capture`).
         compared: see `capture`.
     """
