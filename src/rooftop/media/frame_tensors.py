@@ -1,7 +1,8 @@
 """Convert a decoded frame to a tensor: orientation, colours, size and dtype.
 
-Frames in the host's memory are converted in loops that Numba compiles (`plane_loops.py`), or in plain PyTorch if Numba
-is not installed. One kernel converts NVDEC's frames (`frame_kernels.py`).
+Frames in the host's memory are converted in loops that Numba compiles (`plane_loops.py`). Plain PyTorch converts them
+to float64, or if Numba does not work, or if they do not consist of integer planes of luma and chroma. One kernel
+converts NVDEC's frames (`frame_kernels.py`).
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class VideoWriter:
         options: options of the encoder, such as {"crf": "18", "preset": "fast"}.
         matrix: bt601, bt709, bt2020, fcc or smpte240m; the file states the matrix. By default the matrix that players
             assume for this size.
-        full_range: True if black is 0 and white 255; False if black is 16 and white 235. Motion JPEG (mjpeg) always
-            has full range.
+        full_range: True if black is 0 and white 255; False if black is 16 and white 235. Encoders of JPEG (mjpeg,
+            ljpeg, amv) and pixel formats named yuvj... always have full range.
         pad: whether a size that does not fit the pixel format (odd, with yuv420p) is padded by repeating the last row
             and column. If False, such a size raises `InputError`.
         sound_from: a file from which all sound streams are copied, packet for packet.
