@@ -7,7 +7,7 @@ The engine does seven things to a copy of the model, and reports each of them:
 3. on a GPU, norms, softmaxes, embeddings (`rooftop.nn.replace`) and max pools (`pooling.py`) run on Rooftop's kernels;
 4. on a GPU, weights and activations are bfloat16, and results are float32;
 5. on a GPU, weights and inputs of 2-D convolutions are channels last, the layout that tensor cores read;
-6. values that depend only on parameters and sizes are computed once (`rooftop.nn.constants`);
+6. results of methods marked with `@constant` are computed once for each set of arguments (`rooftop.nn.constants`);
 7. on a GPU, calls replay CUDA graphs (`graphs.py`): the host launches once instead of hundreds of times.
 """
 
@@ -116,20 +116,23 @@ class Engine:
         graphs: whether calls replay CUDA graphs, one for each signature of the inputs: structure, shapes, dtypes,
             numbers, strings. None: only on a GPU. Pass False for a model that keeps state between calls outside its
             buffers.
-        most_shapes: largest number of graphs. Above this number, the least recently used graph is dropped.
-        output_dtype: dtype of floating-point results; None: the dtype of the model's results.
+        most_shapes: largest number of signatures that are kept, with their graphs or as refused. Above this number, the
+            least recently used signature is dropped.
+        output_dtype: dtype to which floating-point results are cast; None: they keep the dtype that the copy returns.
         copy_outputs: whether results of graphs are copied. Results that are not copied are inference tensors, which the
             next call of the engine, with any inputs, overwrites.
         fold: whether batch norms are folded.
         fuse: whether 2-D convolutions are computed together with bias, sum and activation. None: only on a GPU.
         replace: whether Rooftop's kernels compute norms, softmaxes, embeddings and max pools. None: only on a GPU.
-        constants: whether values that depend only on parameters and sizes are computed once.
+        constants: whether results of methods marked with `@constant` (`rooftop.nn.constants`) are computed once for
+            each set of arguments. These results depend only on parameters, buffers and arguments such as sizes.
 
     Attributes:
         model: the copy that runs.
 
     Raises:
-        TypeError: model is not a module, its dtype is not floating point, or the model cannot be copied.
+        TypeError: `model` is not a module or cannot be copied, or `dtype` or `output_dtype` is not a floating-point
+            dtype.
         ValueError: the model is on several devices, graphs=True without a GPU, or most_shapes is below 1.
 
     A call raises the errors of the model, and `ValueError` for an input on another device. With graphs, a call also

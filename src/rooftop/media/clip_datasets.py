@@ -66,9 +66,9 @@ class ClipDataset(Dataset[Clip]):
             cannot be decoded, with a warning. `dataset[i]` always raises.
 
     Attributes:
-        readers: one reader for each file that was not skipped.
-        counts: number of clips of each file; 0 if the file is too short. A file that was cut off counts only its
-            complete clips.
+        readers: one reader for each file that was not skipped. The number of a file is its index in this list.
+        counts: number of clips of each file in `readers`; 0 if the file is too short. A file that was cut off counts
+            only its complete clips.
         skipped: (path, problem) for each skipped file.
 
     Raises:
@@ -201,7 +201,7 @@ class ClipLoader:
         epoch: the number of the next pass; the caller may set it.
 
     Raises:
-        InputError: a number is below 1, or the device `to` is not available.
+        InputError: `batch`, `threads` or `ahead` is below 1, or `to` is a GPU and torch finds none.
     """
 
     def __init__(

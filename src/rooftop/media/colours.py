@@ -106,7 +106,7 @@ def rgb_to_yuv(
 
     Args:
         rgb: (3, H, W) of a floating-point dtype, in 0..1.
-        bits: bits of the result, in `dtype`.
+        bits: bits of each sample of the result.
         down, across: pixels per sample of chroma; they divide H and W.
 
     Returns: luma (H, W), Cb (H / down, W / across), Cr (H / down, W / across).

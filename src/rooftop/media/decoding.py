@@ -77,7 +77,9 @@ class Broken(Exception):
 
 
 class Doubted(Broken):
-    """Internal error: several threads have met an error that FFmpeg may conceal. One thread has to judge."""
+    """Internal error: decoding with several threads met an error that FFmpeg may conceal. One thread has to decode the
+    frames again, and its result counts.
+    """
 
 
 class Misled(Broken):
@@ -246,7 +248,7 @@ class Decoder:
         return ticks if damaged or self._end is None else max(ticks, self._end - pts)
 
     def seconds(self, ticks: int) -> float:
-        """Convert a tick to seconds on the clock of the file, whose 0 is the start of the file's first stream."""
+        """Convert a tick to seconds on the clock of the file, whose 0 is the earliest start of the file's streams."""
         return float((ticks - self.start_ticks) * self.time_base)
 
     def packets(self) -> Iterator[av.Packet[av.VideoStream]]:
@@ -288,7 +290,8 @@ class Decoder:
             raise Broken(f"the file ends after {size:,} of {declared:,} bytes{until}")
 
     def seek(self, pts: int) -> None:
-        """Seek to a packet no later than the key frame at `pts`, if the format allows it; decoding restarts there.
+        """Seek to a packet no later than the key frame at `pts`; decoding restarts there. In some files, the seek leads
+        to a later packet (see `Misled`).
 
         Raises:
             Broken: the format does not support seeks.

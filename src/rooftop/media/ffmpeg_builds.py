@@ -1,8 +1,9 @@
 """Build FFmpeg from source for NVIDIA's video engines.
 
 Object files, log and build state are in PREFIX.build, next to the install folder PREFIX, never in the source. The next
-call continues an interrupted build; if its options differ, the build starts from the beginning. When everything is
-built and the new program has listed its decoders and encoders, PREFIX is created or replaced atomically.
+call continues an interrupted build; if its options, tools or source differ, the build starts from the beginning. When
+everything is built and the new program has listed its decoders and encoders, the complete new folder is renamed to
+PREFIX. If this is interrupted after an earlier PREFIX was moved away, the next call moves that PREFIX back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Test what this machine's FFmpeg really does: run all codecs, devices and filters that it lists on frames.
+"""Test what this machine's FFmpeg really does: run test frames through its codecs, devices and filters.
 
 FFmpeg lists what it was built with, even if there is no GPU, no driver or no such decoder on the GPU. With `-hwaccel`,
 FFmpeg falls back to software without an error. So each decoder, encoder, device and filter is run, and the resulting
-frames are compared with those of software (`ffmpeg_trials.py`).
+frames are compared with those of software (`ffmpeg_trials.py`). NVIDIA's codecs and filters whose correct result this
+module does not know are not run, but reported as "not tried".
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ NO_HEADERS = "NVIDIA's interfaces for video: nv-codec-headers, with ffnvcodec.pc
 
 
 class Lacking(NamedTuple):
-    """A missing tool or library: its name or the feature that it enables, and its name in `ffmpeg_packages` ("" if no
-    package provides it)."""
+    """A missing tool or library: a description, and its name in `ffmpeg_packages` ("" if no package provides it). The
+    description of an optional one is the feature that it enables."""
 
     what: str
     thing: str
@@ -143,8 +143,8 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
 
 
 def build_environment(headers: Path | None, folder: Path) -> dict[str, str]:
-    """Return this process's environment, changed so that pkg-config finds `headers` first. A new .pc file for the
-    headers is written to `folder`.
+    """Return this process's environment with LC_ALL=C. If `headers` is given, pkg-config finds these headers first in
+    this environment, by a new .pc file that is written to `folder`.
 
     The headers' own .pc file names the folder where they would be installed, not the folder where they are.
     """

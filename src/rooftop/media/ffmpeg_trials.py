@@ -200,8 +200,9 @@ class Trials:
     # ---- clips and their decoders -----------------------------------------------------------------------------------
 
     def make_clip(self, codec: Codec) -> tuple[Path | None, FFmpegAbility]:
-        """Make a clip with the first software encoder of this FFmpeg, and return the result of that trial too. If this
-        FFmpeg has no such encoder, PyAV's own FFmpeg encodes the clip, so that decoders can still be tested."""
+        """Make a clip with the codec's first software encoder that this FFmpeg has, and return the result of that trial
+        too. If this FFmpeg has no such encoder, PyAV's own FFmpeg encodes the clip, so that decoders can still be
+        tested."""
         there = [each for each in codec.encoders if each[0] in self.encoders]
         if there:
             name, options = there[0]
@@ -259,8 +260,8 @@ class Trials:
         return (None, ran.failure) if ran.failure else (levels(ran.output, pixels), "")
 
     def decode_by_software(self, codec: Codec, clip: Path) -> tuple[np.ndarray | None, FFmpegAbility]:
-        """Decode with the first available software decoder. The frames count as correct if they resemble the
-        encoded picture."""
+        """Decode with the codec's first software decoder that this FFmpeg has. The frames count as correct if they
+        resemble the encoded picture. If this FFmpeg has no such decoder, PyAV decodes the clip."""
         there = [name for name in codec.decoders if name in self.decoders]
         if not there:
             frames = _decoded_by_pyav(clip)
@@ -321,7 +322,8 @@ class Trials:
         return FFmpegAbility("encode", title, encoder, decoded.status, decoded.note)
 
     def open_device(self, device: str, number: int | None = None) -> FFmpegAbility:
-        """Open a device, upload frames to it and download them: the downloaded frames must be identical."""
+        """Open a device, upload frames to it and download them: the downloaded frames must be identical. A drm device
+        is only opened."""
         title = device if number is None else f"{device} {number}"
         if device not in self.devices:
             return FFmpegAbility("device", title, "", "not built in")
@@ -401,7 +403,8 @@ def _decoded_by_pyav(clip: Path) -> np.ndarray | None:
 
 @cache
 def picture(bits: int) -> np.ndarray:
-    """The test picture, (T, N) uint8 (uint16 for 10 bits): the luma plane, then two chroma planes of half its size."""
+    """The test picture, (T, N) uint8 (uint16 for 10 bits): T frames of N samples. Each frame has the luma plane, then
+    two chroma planes of half its height and half its width."""
     y, x = np.ogrid[0:HEIGHT, 0:WIDTH]
     y, x = y / 2, x / 2  # in pixels of chroma
     number = np.arange(FRAMES)[:, None, None]

@@ -15,7 +15,7 @@ _OPEN_RIFF = (0, 0xFFFFFFFF)  # sizes of a RIFF chunk that its writer did not fi
 
 
 def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
-    """The size in bytes that a file's structure states; None if the structure states no size.
+    """The size in bytes that a file's structure states (for MXF, the minimum size); None if it states no size.
 
     Args:
         file: an open file. The current position of the file is restored.

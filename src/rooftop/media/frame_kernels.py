@@ -63,7 +63,7 @@ def store_colours(
     out, red, green, blue, there, plane, red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
     ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Store red, green and blue: rounded to integers, or as gain * value + shift."""
+    """Store red, green and blue: rounded to integers if ROUND, otherwise as gain * value + shift."""
     if ROUND:
         red, green, blue = round_half_even(red), round_half_even(green), round_half_even(blue)
     else:
@@ -108,7 +108,8 @@ def frame_to_rgb(
 
 @triton.jit
 def weight_of(position, centre, narrowing):
-    """The bilinear weight of the pixel at `position` in a result centred at `centre`."""
+    """The bilinear weight of the video's row (or column) `position` in a row (or column) of the result whose centre is
+    at `centre`, in rows (or columns) of the video."""
     return tl.maximum(1.0 - tl.abs((position.to(tl.float32) - centre + 0.5) * narrowing), 0.0)
 
 

@@ -1,7 +1,8 @@
 """Convert a decoded frame to a tensor: orientation, colours, size and dtype.
 
-Frames in the host's memory are converted in loops that Numba compiles (`plane_loops.py`), or in plain PyTorch if Numba
-is not installed. One kernel converts NVDEC's frames (`frame_kernels.py`).
+Frames in the host's memory are converted in loops that Numba compiles (`plane_loops.py`). Plain PyTorch converts them
+to float64, or if Numba does not work, or if they do not consist of integer planes of luma and chroma. One kernel
+converts NVDEC's frames (`frame_kernels.py`).
 """
 
 from __future__ import annotations
@@ -232,8 +233,8 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
 
     NVDEC frames carry no container metadata; `otherwise` supplies it.
 
-    FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), with y down. Other angles are rounded to the nearest
-    quarter turn.
+    FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), with y down. An angle that is not a multiple of 90
+    degrees is rounded to the nearest quarter turn.
     """
     data = display_matrix(frame)
     if data is None:  # there is no matrix, or PyAV does not return it but knows the rotation

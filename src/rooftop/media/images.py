@@ -67,8 +67,8 @@ class NamedImage(NamedTuple):
 
 
 def find_images(paths: Sequence[ImagePath]) -> list[Path]:
-    """List the photographs at `paths`: each given file, and the photographs in each given folder (without subfolders),
-    sorted by name.
+    """List the photographs at `paths`, in the order of `paths`: each given file, and the photographs in each given
+    folder (without subfolders). The photographs of one folder are sorted by name.
 
     Raises:
         InputError: a path does not exist, or a folder has no photographs.
@@ -254,7 +254,7 @@ class ImageDecoder:
         layout: "chw" for (3, H, W), or "hwc" for (H, W, 3), contiguous: `rooftop.mat.Mat` and OpenCV accept "hwc"
             directly (OpenCV's own order is blue, green, red).
         threads: number of decoding threads; None: one for each CPU, at most 8. With a GPU, at most 4 threads are used.
-            At most two photographs per thread are in memory on the CPU, and eight with a GPU.
+            At most two photographs per thread are in memory on the CPU, and eight per thread with a GPU.
         on_error: "raise"; or "skip" unreadable files, with a warning for each.
 
     Attributes:

@@ -40,7 +40,7 @@ def gpu_of(device: str | torch.device) -> tuple[torch.device | None, bool]:
     """The GPU on which a reader should decode (None for the CPU), and whether it may fall back to the CPU.
 
     Raises:
-        InputError: there is no such device.
+        InputError: `device` is not the name of a CPU or a CUDA GPU.
     """
     name = str(device)
     if name == "cpu":

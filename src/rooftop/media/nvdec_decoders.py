@@ -2,7 +2,7 @@
 
 Starting a decoder takes as long as decoding many frames. Ending a decoder takes even longer. While a decoder starts or
 ends, no other Python thread runs. So a decoder whose video has ended is kept. The next pass over that video, or over
-another video with the same headers, reuses the decoder.
+another video of the same `Kind`, reuses the decoder.
 """
 
 from __future__ import annotations

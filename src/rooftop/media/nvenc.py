@@ -1,5 +1,5 @@
 """Test whether a GPU of this machine encodes H.264 with its own engine (NVENC), by encoding a few frames once per
-process.
+process for each size and pixel format.
 
 Data centre GPUs (A100, H100, H200, B200) have NVDEC but no NVENC.
 """

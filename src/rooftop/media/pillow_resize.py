@@ -83,8 +83,8 @@ def resized_on_device(
     Args:
         pixels: (bytes,) uint8 on a GPU, contiguous: the RGB values of all photographs.
         photographs: for each photograph, the index of its first byte in `pixels`, its height and its width. Its values
-            are (height, width, 3).
-        changes: the change of each photograph.
+            are stored in the order of (height, width, 3).
+        changes: the `Resize` of each photograph.
 
     Returns:
         One (N, H, W, 3) uint8 if all results have the same size; if not, a (1, H, W, 3) for each photograph.

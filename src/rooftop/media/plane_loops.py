@@ -4,7 +4,8 @@ Each row of chroma is converted once to its contributions to red, green and blue
 the row covers. SIMD instructions then add the rows of luma. The results equal those of `colours.yuv_to_rgb` bit by bit.
 If a size is requested, rows are added to the result as they are computed, so the whole frame is never in memory as RGB.
 
-The loops are compiled once for each bit depth and cached next to this file, so that later processes load them.
+The loops are compiled once for each pair of dtypes of samples and result. The compiled code is stored on disk if
+possible, so that later processes load it.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class VideoInfo:
     """The properties of a video file.
 
     Attributes:
-        source: the path, or the number of bytes.
+        source: the path; or "video of N bytes", if bytes were given.
         size_bytes: size of the file.
         container: FFmpeg's names of the format.
         codec, profile, pixel_format: FFmpeg's names for these properties of the video; profile may be None.
@@ -47,7 +47,7 @@ class VideoInfo:
         pixel_aspect: width of a pixel over its height; 1.0 if square or unknown. `VideoReader` does not stretch
             frames to square pixels.
         interlaced: whether the first frame is interlaced; `VideoReader` does not separate fields.
-        colours: matrix and range, and which of them are assumed; None if not supported.
+        colours: matrix and range, and which of them are assumed; None for RGB and palettes, and if not supported.
         hdr: "PQ" or "HLG", the transfer function of a video with high dynamic range; None for other videos.
             `VideoReader` does not tone-map.
         fps: mean frames per second, as the file states them.
@@ -97,7 +97,8 @@ class VideoInfo:
 
 
 def probe(path_or_bytes: str | os.PathLike[str] | bytes) -> VideoInfo:
-    """Describe a video, by decoding one frame and reading all packets.
+    """Describe a video, by decoding one frame and reading all packets. If packets do not suffice to find the times of
+    all frames (`indexing.py`), all frames are decoded.
 
     Raises:
         InputError: there is no such file, or no video in it.

@@ -1,4 +1,4 @@
-"""Import PyAV, which includes FFmpeg's libraries; no other module imports PyAV."""
+"""Import PyAV, which includes FFmpeg's libraries, and check its version. Other modules use PyAV only after this."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`VideoReader`: the frames of a video as tensors, in order or at any position.
 
 Access is exact: the frame at a position or a time has the same bits as the frame that decoding from the beginning
-returns. An index of all packets locates the frame. The index is built when it is first needed, in one pass over the
-file. For the few codecs without exactly one frame per packet, this pass also decodes the frames. Reading a video from
-its beginning needs no index, and keeps only a few frames in memory.
+returns. An index of all frames locates the frame. The index is built when it is first needed, in one pass over the
+packets of the file. If packets do not suffice, as for the few codecs without exactly one frame per packet, all frames
+are decoded. Reading a video from its beginning needs no index, and keeps only a few frames in memory.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class VideoReader:
     Raises:
         InputError: the file does not exist, has no video, or an argument is invalid.
         DamagedVideoError: no frame can be decoded.
-        NoVideoDecoderError: for device "cuda", if NVDEC is not available or does not decode this video.
+        NoVideoDecoderError: for device "cuda", if NVDEC is not available, or does not decode this video, or if the
+            height or width of the video is odd.
         MissingExtraError: PyAV is not installed.
     """
 

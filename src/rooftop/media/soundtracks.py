@@ -42,7 +42,8 @@ class CopiedSound:
     Args:
         container: the container to which the sound is added.
         path: path of the file with the sound.
-        start_s: time on the file's clock that becomes 0. Packets that begin before this time are dropped.
+        start_s: time on the file's clock that becomes 0. If it is above 0, packets that begin before this time are
+            dropped.
 
     Raises:
         InputError: the file does not exist or has no sound, or the container does not support the codec.

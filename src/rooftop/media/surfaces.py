@@ -100,7 +100,7 @@ class SurfaceLayout(NamedTuple):
 
     Attributes:
         size, chroma: (rows, columns) of luma, and of each chroma plane.
-        strides: row strides of luma and of chroma, and the column stride of chroma.
+        strides: row strides of luma and of chroma, and the column stride of chroma, in samples.
     """
 
     size: tuple[int, int]
@@ -130,7 +130,8 @@ def all_to_rgb(
         into: contiguous tensors to write to, one per surface, in the form's dtype; None allocates new tensors.
 
     Raises:
-        ValueError: the shape, dtype or number of the tensors is wrong.
+        ValueError: `into` has another number of tensors than `surfaces`, or a tensor of `into` has another dtype or is
+            not contiguous.
     """
     if into is not None and (
         len(into) != len(surfaces) or any(each.dtype != form.dtype or not each.is_contiguous() for each in into)

@@ -71,15 +71,15 @@ class VideoWriter:
             first format.
         bit_rate_bps: bits per second that the encoder aims at; None: the encoder's default quality.
         options: options of the encoder, such as {"crf": "18", "preset": "fast"}.
-        matrix: bt709, bt601 or bt2020; the file states the matrix. By default the matrix that players assume for this
-            size.
-        full_range: True if black is 0 and white 255; False if black is 16 and white 235. Motion JPEG (mjpeg) always
-            has full range.
+        matrix: bt601, bt709, bt2020, fcc or smpte240m; the file states the matrix. By default the matrix that players
+            assume for this size.
+        full_range: True if black is 0 and white 255; False if black is 16 and white 235. Encoders of JPEG (mjpeg,
+            ljpeg, amv) and pixel formats named yuvj... always have full range.
         pad: whether a size that does not fit the pixel format (odd, with yuv420p) is padded by repeating the last row
             and column. If False, such a size raises `InputError`.
         sound_from: a file from which all sound streams are copied, packet for packet.
-        sound_start_s: the time on the clock of `sound_from` that becomes 0. Packets that begin before this time are
-            dropped.
+        sound_start_s: the time on the clock of `sound_from` that becomes 0. If it is above 0, packets that begin before
+            this time are dropped.
         cut_sound: whether sound after the last frame is dropped, to the precision of a packet. If False, all sound is
             kept.
 

@@ -43,5 +43,6 @@ def why_unreadable(path: Path, form: str, encoder: str, frames: int) -> str | No
 
 
 def usual_encoder(suffix: str, default: str) -> str:
-    """An encoder that suits a suffix. `default` is the codec that FFmpeg recommends for the format."""
+    """A video encoder that suits the suffix of a file. `default` is the video codec that FFmpeg recommends for the
+    file's format."""
     return PICTURE_ENCODERS.get(suffix, suffix[1:]) if default == "mjpeg" and suffix != ".mjpeg" else default

@@ -24,14 +24,16 @@ NOTHING = "there is nothing to change"
 
 @dataclass(frozen=True)
 class Call:
-    """Calls of an operator with arguments of the same shapes.
+    """The calls of an operator in one step whose tensors have the same shapes and dtypes, and whose other arguments are
+    equal.
 
     Attributes:
         operator: an overload, such as `torch.ops.aten.convolution.default`.
-        arguments: the arguments, with tensors replaced by meta tensors of the same shapes, strides and dtypes.
+        arguments: the arguments of the first of these calls, with tensors replaced by meta tensors of the same shapes,
+            strides and dtypes.
         device: the device of the calls.
         count: number of calls.
-        ms: total time of the calls.
+        ms: total time of these calls.
         alone: time in ms of one such call alone, by the layout in which it was timed, such as "channels last". The time
             is stored because several rules need it.
     """
@@ -299,7 +301,7 @@ class Rule(ABC):
         return 0.0
 
     def seconds(self, times: Times) -> float:
-        """Approximate seconds until the first call is done."""
+        """Approximate seconds of preparation, such as compiling, until the candidate's first call is done."""
         return 0.0
 
     @abstractmethod

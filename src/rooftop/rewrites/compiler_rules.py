@@ -144,12 +144,12 @@ def _with_own_code(function: Any) -> Any:
 class InOneForm:
     """Call compiled code with arguments of one form, so that it is compiled only once.
 
-    The compiler makes a version for each set of input strides, and for inference mode. So non-contiguous inputs are
-    made contiguous, and inference mode becomes `torch.no_grad`.
+    The compiler makes a version for each set of input strides, and for inference mode. So inputs that are neither
+    contiguous nor channels last are made contiguous, and inference mode becomes `torch.no_grad`.
 
     The back end of attention is chosen when code is compiled, but PyTorch's caches of compiled code do not distinguish
-    back ends. So the first call of each form adds the back end to the caches' keys. That call may compile several
-    versions of a block.
+    back ends. So the first call of each form adds the back end to the caches' keys. During that call, PyTorch may
+    compile up to `MOST_VERSIONS` versions of a block.
 
     Args:
         run: the compiled function.
@@ -224,8 +224,8 @@ def _without_gaps(tensor: Tensor) -> Tensor:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Blocks that occur at least `LEAST_BLOCKS` times in one container. A block has submodules, and no block is inside
-    another.
+    """Modules with submodules, of which one `ModuleList` or `Sequential` has at least `LEAST_BLOCKS` of the same class.
+    No block is inside another.
     """
     parts = list(model.children())
     kinds: Counter[type[nn.Module]] = Counter()

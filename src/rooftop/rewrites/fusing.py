@@ -3,12 +3,12 @@
     relu(convolution(x) + shortcut)
 
 When is fusing allowed? The traces of `folding.py` show which convolutions' results are used only once, by an activation
-or by a sum that only an activation uses. Nothing in between may change a tensor. Such a convolution returns a promise,
-which stands for its result. A sum is recorded in the promise, and the activation computes everything at once. Any other
-use of a promise gets the tensor that the convolution alone would have returned. So the trace decides only the speed: a
-call on another path still returns correct numbers. Only code that changes an inference tensor in place may get wrong
-numbers, since such tensors have no version counter. Shapes are known only in the call. If a shortcut then needs
-broadcasting or a cast, PyTorch computes the sum.
+or by a sum that only an activation uses. The operations between the convolution and the activation must be known to
+change no other tensor. Such a convolution returns a promise, which stands for its result. A sum is recorded in the
+promise, and the activation computes everything at once. Any other use of a promise gets the tensor that the convolution
+alone would have returned. So the trace decides only the speed: a call on another path still returns correct numbers.
+Only code that changes an inference tensor in place may get wrong numbers, since such tensors have no version counter.
+Shapes are known only in the call. If a shortcut then needs broadcasting or a cast, PyTorch computes the sum.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Followers:
         self.activations: set[nn.Module] = set()  # modules fused with a convolution
 
     def of(self, module: nn.Conv2d) -> tuple[str, ...]:
-        """The operations to fuse with a convolution: ("relu",) or ("sum", "relu"). () if nothing can be fused, for
-        example because the convolution is called several times.
+        """The operations to fuse with a convolution, such as ("relu",) or ("sum", "relu"). () if nothing can be fused,
+        for example because the convolution is called several times.
         """
         structure = self.structure
         if structure.names[id(module)] > 1 or structure.calls[id(module)] != 1:

@@ -81,11 +81,11 @@ class UncapturedError(Exception):
 
 
 class Graphs:
-    """Graphs by signature. If there are more than `most` graphs, the least recently used one is dropped.
+    """Graphs and refusals by signature. If there are more than `most` of them, the least recently used one is dropped.
 
     Args:
         device: device of the model.
-        most: largest number of graphs.
+        most: largest number of graphs and refusals together.
         state: returns a value that must not change from call to call (see `capture`).
         compared: see `capture`.
     """
@@ -177,7 +177,7 @@ def capture(
         pool: memory pool of another graph, to share; None: a new pool.
         state: must return the same value before and after the first run. If the values differ, a graph would replay
             stale state that the model keeps from call to call.
-        compared: whether the results and the time of the graph are compared with the call's. If they are compared, a
+        compared: whether the user of the graph compares the graph's results and time with those of the call. If so, a
             call that synchronizes only outside of captures is also captured (see `waits_in_a_capture`), although its
             graph takes another path through the model.
 
@@ -214,7 +214,8 @@ def capture(
 def recorded(
     record: Callable[[], T], call: Callable[[], Any], outputs: Any, stream: torch.cuda.Stream, compared: bool
 ) -> T:
-    """Return `record()`, which captures `call` on `stream`. First run the call again, to detect GPU synchronization.
+    """Capture `call` on `stream` by `record()`, and return its result. First run the call again, to detect GPU
+    synchronization.
 
     Some models run other operators in a capture: older versions of transformers then build an attention mask that masks
     nothing, and attention with a mask is slower. So if the call does not wait for the GPU, the model is told that there
