@@ -112,7 +112,8 @@ class Context:
         return place_in(self.group)[1]
 
     def packing(self, length: int, documents: Documents | None = None, parts: int = 1) -> Packing:
-        """Compute the positions of each rank, by `Packing.of`. Without documents, each call returns the same object."""
+        """Compute the positions of each rank, by `Packing.of`. Without documents, all calls with the same length and
+        parts return the same object."""
         if documents is not None:
             return Packing.of(length, self.ranks, documents, parts)
         if (length, parts) not in self._packings:

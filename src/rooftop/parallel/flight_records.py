@@ -134,7 +134,8 @@ def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[in
 
 
 def newest(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> Operation | None:
-    """The last operation that a rank has launched. A failed operation counts as ended."""
+    """The operation that a rank has launched last, whether or not it has ended. `unfinished` would omit a failed
+    operation, which counts as ended."""
     found = [
         (entry.get("time_created_ns") or 0, operation)
         for dump in dumps

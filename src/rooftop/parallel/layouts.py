@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 AXES = ("tp", "cp", "dp", "pp")
 COMBINED = ("dp-cp", "tp-cp", "tp-pp")
-"""Groups along two axes. Ranks of "dp-cp" hold the same parameters and average their gradients. Ranks of "tp-cp" hold
-the parts of one stage's activations. Ranks of "tp-pp" hold the parts of one model, whose gradient norms add up.
+"""Groups along two axes. Ranks of "dp-cp" hold the same parameters and sum their gradients. Ranks of "tp-cp" hold the
+parts of one stage's activations. Ranks of "tp-pp" hold the parts of one model, whose gradient norms add up.
 """
 NEAREST = 3
 """Number of fitting layouts that an error message names."""
@@ -157,7 +157,7 @@ class Layout:
         """The groups that training needs, by name.
 
         - "tp", "cp", "dp", "pp": groups along one axis;
-        - "dp-cp": ranks that average gradients; "tp-cp": ranks that split a stage's activations; "tp-pp": ranks that
+        - "dp-cp": ranks that sum gradients; "tp-cp": ranks that split a stage's activations; "tp-pp": ranks that
           split a model's parameters;
         - "embedding": the first and the last stage of each pipeline, which sum the gradients of tied embeddings. With
           one stage, this group has one rank. Ranks of other stages are in no such group.

@@ -50,7 +50,7 @@ class Pipeline:
     Args:
         schedule: a schedule for as many ranks as the group has.
         group: the ranks of the pipeline; None: only this rank.
-        shape: this rank's shape of the tensors between stages.
+        shape: the shape that the tensors between stages have on this rank.
         dtype, device: dtype and device of these tensors.
         deferral: the deferral of the model's layers, which a schedule that splits backward needs.
 
@@ -165,7 +165,7 @@ class Pipeline:
         return losses
 
     def check(self, stage: int, output: object) -> None:
-        """Check the result of a stage before the last.
+        """Check the result of any stage but the last.
 
         Raises:
             RuntimeError: the result is not a tensor of the common shape and dtype.

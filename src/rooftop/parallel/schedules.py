@@ -173,7 +173,8 @@ class Timeline:
         makespan: time from the first start to the last end over all ranks.
         idle: idle time, summed over all ranks.
         held: for each rank, the maximum number of (stage, micro-batch) pairs whose activations it holds at a time. A
-            rank holds activations from the start of the forward to the end of the backward, or of the weight gradients.
+            rank holds activations from the start of the forward to the end of the backward or, if the backward is
+            split, to the end of the weight gradients.
     """
 
     times: Mapping[Instruction, tuple[float, float]]
