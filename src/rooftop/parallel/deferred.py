@@ -63,8 +63,8 @@ class Deferral:
 
     @contextmanager
     def collecting(self) -> Iterator[Later]:
-        """Within the block, backward does not compute the gradients of linear layers' weights, but adds them to the
-        returned object for later.
+        """Within the block, backward does not compute the gradients of linear layers' weights, but leaves them to
+        the returned object, whose `make` computes them.
 
         Raises:
             RuntimeError: a `collecting` block is already active.

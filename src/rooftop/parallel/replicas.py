@@ -41,7 +41,8 @@ def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: 
     statistics) and attributes persist; the other replicas' writes are lost. Parameters and modules with several names
     keep all names in each replica. Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if
     they are on the module's device. Modules and bound methods in attributes are copied, too. A replica's `parameters()`
-    returns its tensors. These tensors are not leaves, so their `.grad` stays None.
+    returns the replica's tensors. Except in the first replica, these tensors are copies, not leaves, so their
+    `.grad` stays None.
 
     Args:
         module: a module on the first device.

@@ -132,7 +132,7 @@ class Schedule:
     def drawn(self, units: Mapping[str, int] | None = None) -> str:
         """Draw the step as text: a row for each rank, a column for each unit of time, and dots where a rank is idle.
 
-        If ranks have several stages, letters (a, b, ...) show the stage.
+        If ranks have several stages, a letter shows which of its rank's stages an instruction is for: a is the first.
 
         Args:
             units: integer duration of each kind of instruction; None: `UNITS`.
