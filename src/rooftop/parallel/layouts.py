@@ -191,8 +191,9 @@ class Layout:
             feed_forward: width within the MLP, which the tensor ranks split.
             vocabulary: rows of the embedding. Tensor ranks may get unequal parts, but each must get at least one row.
             layers: number of layers. Stages may get unequal parts, but each must get at least one layer.
-            sequence: length of a sequence. Each context rank gets two chunks, one from the front and one from the back,
-                which balances causal work. With `sequence_parallel`, the tensor ranks split a context rank's part.
+            sequence: length of a sequence. If there are several context ranks, each gets two chunks, one from the front
+                and one from the back, which balances causal work. With `sequence_parallel`, the tensor ranks split a
+                context rank's part.
             batch: sequences of one optimizer step over all ranks, which the data ranks split.
             micro_batch: sequences that a rank computes at once (default: 1).
             axes: the axes that may have several ranks in the layouts that the error proposes.
@@ -268,7 +269,7 @@ class Layout:
             mesh: the result of `mesh()`, whose groups are reused. Default: a new mesh.
 
         Returns:
-            The group for each name. In a single process, every group is None.
+            The group for each name. In a single process without a process group, every group is None.
 
         Raises:
             RuntimeError: there are several ranks, but no process group yet.

@@ -112,9 +112,9 @@ class Pipeline:
             The detached losses of the micro-batches in order, () each; empty on a rank without the last stage.
 
         Raises:
-            RuntimeError: a rank failed (a note says what this rank was computing or awaiting), a stage other than the last
-                did not return a tensor of the common shape and dtype, or the last stage did not return a scalar that
-                requires a gradient.
+            RuntimeError: a rank failed (a note says what this rank was computing or awaiting), a stage other than the
+                last did not return a tensor of the common shape and dtype, or the last stage did not return a scalar
+                that requires a gradient.
         """
         step = _Step(self, compute)
         for each in self.program:
