@@ -1,7 +1,8 @@
 """Attention by blocks: attention of some queries over some keys, with partial results merged by their log-sum-exp.
 
-Partial results are merged in float32, so that the error does not grow with the number of blocks. Backward uses only the
-merged result and its log-sum-exp, so no block's result is saved (`rooftop.kernels.attentions.parts`).
+Partial results are merged in float32 (in float64 for float64 inputs), so that the error does not grow with the number
+of blocks. Backward uses only the merged result and its log-sum-exp, so no block's result is saved
+(`rooftop.kernels.attentions.parts`).
 
 Large blocks run one by one in the back end that is fastest for their shape. Small blocks, such as short documents, run
 together in one launch of flash attention's kernels for packed sequences.
@@ -52,7 +53,7 @@ class Blocks:
     def attended(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Compute (out, log-sum-exp) for causal blocks that contain each query once.
+        """Compute (out, log-sum-exp) for causal blocks. Each query must be in exactly one of the blocks.
 
         Args:
             query: (B, H, S, D).
@@ -83,7 +84,7 @@ class Blocks:
     def gradients(self, given: Given, key: Tensor, value: Tensor, dtype: torch.dtype) -> Three:
         """Compute the gradients of queries, keys and values, in the memory layout of `empty_like_rows`.
 
-        The blocks must be causal, and contain each query and each key once.
+        The blocks must be causal. Each query and each key must be in exactly one of the blocks.
 
         Args:
             given: gradients and forward results of the queries.

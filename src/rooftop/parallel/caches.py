@@ -1,7 +1,7 @@
 """Recognize and join the key-value caches that Hugging Face's models return.
 
 A cache contains layers, and a layer contains tensors and values that describe them. `BATCH_DIMS` lists the sample
-dimension of each tensor. A tensor that is not in this list raises TypeError.
+dimension of each tensor. Any other tensor raises TypeError, except the tensors in `CONSTANTS`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def joined_caches(caches: Sequence[Any], device: torch.device, join: Join) -> An
         join: called with the replicas' values and the sample dimension; joins the values along this dimension.
 
     Raises:
-        TypeError: the caches differ, or the sample dimension of a tensor is unknown.
+        TypeError: the caches differ in class, attributes or number of layers, or the sample dimension of a tensor is
+            unknown.
     """
     return _joined(list(caches), device, join)
 

@@ -119,7 +119,7 @@ class Chunks:
         return runs[0] if len(runs) == 1 else torch.cat(runs, dim) if runs else whole.narrow(dim, 0, 0)
 
     def boxes(self, box: Box, dim: int) -> list[Box]:
-        """Cut these positions out of a box that covers the whole sequence along a dimension.
+        """Return the parts of a box at these positions. The box must cover the whole sequence along the dimension.
 
         The result has one box for each group of equally spaced chunks, in the order of the positions.
         """

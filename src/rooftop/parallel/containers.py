@@ -51,9 +51,9 @@ def opened(part: Any) -> Opened | None:
     """Open a container: return its values, and a function that makes a similar container from the same number of other
     values. Return None if the value is not a container.
 
-    Containers are tuples, named tuples, operators' return types (torch.return_types), lists, deques, UserLists,
-    Mappings, UserDicts and dataclasses, with their subclasses. A PackedSequence does not count as a container, because
-    its rows are not samples.
+    Containers are tuples, named tuples, operators' return types (torch.return_types), dataclasses, and lists, deques,
+    UserLists, Mappings and UserDicts with their subclasses. Any other subclass of tuple, such as torch.Size, does not
+    count as a container. Neither does a PackedSequence, because its rows are not samples.
     """
     if isinstance(part, (*PLAIN, Tensor, nn.Module, PackedSequence, type)):
         return None

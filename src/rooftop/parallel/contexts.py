@@ -12,8 +12,9 @@
 | `a2a` | some heads of all positions (queries, keys, values); the result is sent back | some heads of whole sequences |
 | `a2a+p2p` | `a2a` within groups of neighbours, `p2p` between the groups | combines both |
 
-A rank sends only rows that the receiver's queries attend to. For backward, a rank saves only its own keys and values,
-and receives other ranks' keys and values again.
+With `all_gather` and `p2p`, a rank sends only rows that the receiver's queries attend to. For backward, it saves only
+its own keys and values, and receives other ranks' keys and values again. With `a2a`, a rank sends the rows of all its
+positions, and saves the heads that it has received.
 
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889); Jacobs et al. 2023,
 "DeepSpeed Ulysses" (arXiv:2309.14509); Llama Team 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), section 3.3.2.
@@ -112,7 +113,8 @@ class Context:
         return place_in(self.group)[1]
 
     def packing(self, length: int, documents: Documents | None = None, parts: int = 1) -> Packing:
-        """Compute the positions of each rank, by `Packing.of`. Without documents, each call returns the same object."""
+        """Compute the positions of each rank, by `Packing.of`. Without documents, all calls with the same length and
+        parts return the same object."""
         if documents is not None:
             return Packing.of(length, self.ranks, documents, parts)
         if (length, parts) not in self._packings:

@@ -5,10 +5,10 @@ A forward pass has four steps, each a function. `scatter` splits the inputs, `re
 so backward runs the steps in reverse and accumulates the gradients of all replicas in the module's parameters.
 `DataParallel` combines the four functions in order, with the semantics of torch.nn.DataParallel.
 
-Data parallelism in one process has limits: one Python process launches the kernels of all devices. In each step, the
-first device sends parameters to the other devices and gets their gradients back. No communication overlaps with
-backward. Use `DataParallel` for small jobs and for learning. One process per GPU (torchrun and DistributedDataParallel)
-has none of these limits.
+Data parallelism in one process has limits: one Python process launches the kernels of all devices. In each forward, the
+first device sends the parameters to the other devices; in each backward, it gets the parameters' gradients back. No
+communication overlaps with backward. Use `DataParallel` for small jobs and for learning. One process per GPU (torchrun
+and DistributedDataParallel) has none of these limits.
 
 For tests on a CPU, `devices` may list "cpu" several times.
 """
@@ -48,10 +48,10 @@ class DataParallel(nn.Module):
       each sample.
 
     This class differs from torch.nn.DataParallel in some ways. Shares differ by at most one sample. A parameter that no
-    replica uses gets no gradient, instead of zeros. `parameters()` works in a replica, and tensors in attributes are
-    copied, too. Dropout masks differ between GPUs even after `torch.manual_seed`, which gives all GPUs the same seed: a
-    GPU with the seed of an earlier GPU gets the next free seed. On the CPU, all replicas draw from one generator,
-    in an order that can differ between runs.
+    replica uses gets no gradient, instead of zeros. `parameters()` works in a replica. Tensors in attributes are copied
+    to the replica's device, too. Dropout masks differ between GPUs even after `torch.manual_seed`, which gives all GPUs
+    the same seed: a GPU with the seed of an earlier GPU gets the next free seed. On the CPU, all replicas draw from one
+    generator, in an order that can differ between runs.
 
     Args:
         module: the module, which is moved to the first device in place.

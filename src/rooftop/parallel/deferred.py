@@ -5,10 +5,11 @@
         loss.backward()      # computes the gradients of inputs, norms, biases, embeddings
     later.make()             # computes the gradients of linear layers' weights
 
-The previous rank waits for the gradient of the input, but no rank waits for the gradient of a weight. So a linear layer
-with a deferral computes the input's gradient at once, and postpones the matrix product for the weight's gradient. A
-single custom autograd function computes both gradients, so that nothing depends on PyTorch's graph. Outside
-`collecting`, backward computes all gradients at once, with the same products and sums as in `collecting`.
+In a pipeline, the previous rank waits for the gradient of the input, but no rank waits for the gradient of a weight. So
+a linear layer with a deferral computes the input's gradient at once, and postpones the matrix product for the weight's
+gradient. A single custom autograd function computes both gradients, so the split of backward does not depend on how
+PyTorch builds its graph. Outside `collecting`, backward computes all gradients at once, with the same products and sums
+as in `collecting`.
 
 torch.compile treats a layer that may defer as opaque, and compiles the rest of a block around it.
 """
@@ -37,7 +38,8 @@ class Later:
         self._left.append((weight, make))
 
     def make(self) -> None:
-        """Compute all gradients, one after another, and add each to its weight's `.grad`. Hooks run as in backward."""
+        """Compute all gradients, one after another, and add each to its weight's `.grad`. The weights' hooks run as in
+        backward."""
         left, self._left = self._left, []
         for weight, make in left:  # in the order in which backward deferred them
             _accumulate(weight, make)
@@ -61,8 +63,8 @@ class Deferral:
 
     @contextmanager
     def collecting(self) -> Iterator[Later]:
-        """Within the block, backward does not compute the gradients of linear layers' weights, but adds them to the
-        returned object for later.
+        """Within the block, backward does not compute the gradients of linear layers' weights, but leaves them to
+        the returned object, whose `make` computes them.
 
         Raises:
             RuntimeError: a `collecting` block is already active.

@@ -1,9 +1,9 @@
 """Copy tensors to other devices, and sum the copies' gradients on the tensors' own device.
 
 Forward copies every tensor to every device. Backward copies the gradients back and adds them. Forward is a broadcast
-and backward a reduction, and each is the derivative of the other. The link limits the speed of large copies; the launch
-limits the speed of small copies. So tensors of up to `COALESCED_BYTES` are copied together, in one buffer per dtype.
-Larger tensors are copied directly, without a second pass through memory.
+and backward a reduction, and each is the derivative of the other. The link between two devices limits the speed of
+large copies; the launch of each copy limits the speed of small copies. So tensors of up to `COALESCED_BYTES` are copied
+together, in one buffer per dtype. Larger tensors are copied directly, without a second pass through memory.
 
 Each copy has its tensor's strides (channels last stays channels last), and an address that is aligned for vector loads
 (`ALIGNMENT_BYTES`). Each copy has its own version counter, so that a program may write to one copy while autograd has

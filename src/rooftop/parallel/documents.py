@@ -29,7 +29,7 @@ class Documents:
             sequence.
 
     Raises:
-        ValueError: the spans do not follow each other from 0 to `length`.
+        ValueError: the spans do not follow each other from 0 to `length`, or a span is empty.
     """
 
     length: int

@@ -134,7 +134,8 @@ def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[in
 
 
 def newest(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> Operation | None:
-    """The last operation that a rank has launched. A failed operation counts as ended."""
+    """The operation that a rank has launched last, whether or not it has ended. `unfinished` would omit a failed
+    operation, which counts as ended."""
     found = [
         (entry.get("time_created_ns") or 0, operation)
         for dump in dumps
@@ -181,7 +182,8 @@ def _tensor(entry: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Lack:
-    """A collective that some ranks of its group have not launched, or have launched but not reached.
+    """A collective in which ranks wait, because other ranks of its group have not launched it. If `by` is empty, all
+    ranks have launched it, but it has not ended.
 
     Attributes:
         operation: the collective, as recorded by the ranks that wait.
@@ -205,8 +207,8 @@ class Lack:
 
 
 def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
-    """All collectives in which ranks wait. The list begins with collectives that a rank lacks without
-    itself waiting in another collective.
+    """All collectives in which ranks wait. The list begins with collectives that are lacked only by ranks that wait in
+    no other collective.
 
     A rank that lacks one collective may be waiting in another collective. A rank that waits in another collective is
     blocked, and is not the cause.
@@ -228,11 +230,11 @@ def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
 
 
 def lacking(unfinished_of: Mapping[int, Sequence[Operation]], by: Collection[int] = ()) -> str:
-    """A one-line summary of several ranks' recorders; "" if no rank waits.
+    """One line about the first of `lacks`, the most likely cause of the wait; "" if no rank waits.
 
     Args:
         unfinished_of: for each rank, its launched operations that have not ended.
-        by: ranks whose missing collectives come first.
+        by: ranks. A collective that one of these ranks lacks is preferred.
     """
     found = sorted(lacks(unfinished_of), key=lambda each: not set(by) & set(each.by))
     return found[0].words if found else ""

@@ -34,7 +34,7 @@ def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> 
 
     Raises:
         ValueError: there are no outputs; tensors lack the dimension `dim`, or differ in dtype or in the size of another
-            dimension; dicts have different keys; or other values differ.
+            dimension; containers have different keys or numbers of values; or other values differ.
         TypeError: the structures differ, or values cannot be joined.
     """
     place = places_of([device])[0]

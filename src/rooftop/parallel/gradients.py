@@ -19,7 +19,7 @@ ranks.
 
 Gradients are summed once a step, however many micro-batches the step has. The sums run after backward; over the data
 ranks, the sums may run during the last backward (`summing`). If the parameters are sharded over the data ranks
-(`fully_sharded`), backward itself sums over the data ranks, and each rank holds some rows.
+(`fully_sharded`), backward itself sums over the data ranks, and each rank holds some rows of the sums.
 
 Data ranks may use different parameters, such as different experts. All ranks sum all parameters in the same order. A
 parameter without a gradient counts as 0. A parameter that no rank has used keeps the gradient None.
@@ -62,7 +62,7 @@ class ModelGradients:
             (`rooftop.models.gpt.stages.GptStages.tied`); None if this rank has no such parameter.
 
     Attributes:
-        parameters: the parameters that have gradients, by name.
+        parameters: the parameters that require gradients, by name.
         gradient_of: function that returns a parameter's gradient, in any dtype, or None if there is no gradient.
         widen: function that is called with a parameter before its gradient is changed. The function must leave the
             gradient in `.grad`.
@@ -109,7 +109,8 @@ class ModelGradients:
         """Within the block, backward starts to sum each gradient over the data ranks as soon as the gradient is ready.
         `sum_` later waits for the sums.
 
-        All ranks must use `summing` for the last backward of a step. Do not change gradients before `sum_`.
+        Use `summing` on all ranks or on none, and only for the last backward of a step. Do not change gradients before
+        `sum_`.
 
         Raises:
             RuntimeError: a second backward runs within the block, or earlier sums are not finished.
@@ -273,8 +274,8 @@ class ModelGradients:
 
 
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
-    """The number of targets on all data ranks that are not ignored, (), int64. Divide the sum of the targets' losses by
-    this number.
+    """The number of targets that are not ignored, over all data ranks: (), int64. Divide the sum of the targets' losses
+    by this number.
 
     The number is at least 1. So if all targets are ignored, the loss and its gradient are 0.
     """

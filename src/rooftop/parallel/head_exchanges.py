@@ -29,7 +29,7 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
         group: the ranks.
 
     Returns:
-        (B, H / ranks, ranks * S, D), positions in ascending order.
+        (B, H / ranks, ranks * S, D), or one head if there are fewer heads than ranks. Positions are in ascending order.
 
     Raises:
         ValueError: the number of heads is neither a multiple nor a divisor of the number of ranks.

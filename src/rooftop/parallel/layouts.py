@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 AXES = ("tp", "cp", "dp", "pp")
 COMBINED = ("dp-cp", "tp-cp", "tp-pp")
-"""Groups along two axes. Ranks of "dp-cp" hold the same parameters and average their gradients. Ranks of "tp-cp" hold
-the parts of one stage's activations. Ranks of "tp-pp" hold the parts of one model, whose gradient norms add up.
+"""Groups along two axes. Ranks of "dp-cp" hold the same parameters and sum their gradients. Ranks of "tp-cp" hold the
+parts of one stage's activations. Ranks of "tp-pp" hold the parts of one model, whose gradient norms add up.
 """
 NEAREST = 3
 """Number of fitting layouts that an error message names."""
@@ -157,7 +157,7 @@ class Layout:
         """The groups that training needs, by name.
 
         - "tp", "cp", "dp", "pp": groups along one axis;
-        - "dp-cp": ranks that average gradients; "tp-cp": ranks that split a stage's activations; "tp-pp": ranks that
+        - "dp-cp": ranks that sum gradients; "tp-cp": ranks that split a stage's activations; "tp-pp": ranks that
           split a model's parameters;
         - "embedding": the first and the last stage of each pipeline, which sum the gradients of tied embeddings. With
           one stage, this group has one rank. Ranks of other stages are in no such group.
@@ -191,8 +191,9 @@ class Layout:
             feed_forward: width within the MLP, which the tensor ranks split.
             vocabulary: rows of the embedding. Tensor ranks may get unequal parts, but each must get at least one row.
             layers: number of layers. Stages may get unequal parts, but each must get at least one layer.
-            sequence: length of a sequence. Each context rank gets two chunks, one from the front and one from the back,
-                which balances causal work. With `sequence_parallel`, the tensor ranks split a context rank's part.
+            sequence: length of a sequence. If there are several context ranks, each gets two chunks, one from the front
+                and one from the back, which balances causal work. With `sequence_parallel`, the tensor ranks split a
+                context rank's part.
             batch: sequences of one optimizer step over all ranks, which the data ranks split.
             micro_batch: sequences that a rank computes at once (default: 1).
             axes: the axes that may have several ranks in the layouts that the error proposes.
@@ -268,7 +269,7 @@ class Layout:
             mesh: the result of `mesh()`, whose groups are reused. Default: a new mesh.
 
         Returns:
-            The group for each name. In a single process, every group is None.
+            The group for each name. In a single process without a process group, every group is None.
 
         Raises:
             RuntimeError: there are several ranks, but no process group yet.

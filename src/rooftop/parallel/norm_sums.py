@@ -41,8 +41,8 @@ class NormSums:
     the same order, on one stream at a time.
 
     Attributes:
-        mailboxes: the ranks' shared memory; None: the ranks cannot write into each other's memory.
-        reason: why the ranks cannot write into each other's memory.
+        mailboxes: the ranks' shared memory; None: the kernel cannot be used.
+        reason: why the kernel cannot be used, such as "there is one rank"; "" if it can.
     """
 
     mailboxes: Mailboxes | None = None
@@ -61,7 +61,7 @@ class NormSums:
 
         Args:
             norm: a plain `LayerNorm` or `RMSNorm` (see `takes`).
-            x, part: (..., N). If x is None, nothing is added.
+            x, part: (..., N). If x is None, the total is without x.
         """
         assert self.mailboxes is not None
         assert isinstance(norm, LayerNorm | RMSNorm)

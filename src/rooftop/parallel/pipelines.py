@@ -50,7 +50,7 @@ class Pipeline:
     Args:
         schedule: a schedule for as many ranks as the group has.
         group: the ranks of the pipeline; None: only this rank.
-        shape: this rank's shape of the tensors between stages.
+        shape: the shape that the tensors between stages have on this rank.
         dtype, device: dtype and device of these tensors.
         deferral: the deferral of the model's layers, which a schedule that splits backward needs.
 
@@ -99,7 +99,7 @@ class Pipeline:
         yield "waiting for other ranks to receive its results"
 
     def awaited(self, transfer: Transfer) -> str:
-        """Describe a wait for a transfer."""
+        """Describe a wait until this rank receives a transfer."""
         return f"awaiting the {transfer.made_by.words} of rank {self.global_rank(transfer.source)}"
 
     def run(self, compute: Compute) -> list[Tensor]:
@@ -112,8 +112,9 @@ class Pipeline:
             The detached losses of the micro-batches in order, () each; empty on a rank without the last stage.
 
         Raises:
-            RuntimeError: a rank failed (a note says what this rank was computing or awaiting), a stage did not return a
-                tensor of the common shape and dtype, or the last stage did not return a scalar with a gradient.
+            RuntimeError: a rank failed (a note says what this rank was computing or awaiting), a stage other than the
+                last did not return a tensor of the common shape and dtype, or the last stage did not return a scalar
+                that requires a gradient.
         """
         step = _Step(self, compute)
         for each in self.program:
@@ -129,7 +130,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, compute: Compute, micro_batches: int) -> list[Tensor]:
-        """Run only forward, as for validation. Returns and raises the same as `run`.
+        """Run only forward, as for validation. Returns and raises the same as `run`, but does not check the result of
+        the last stage.
 
         All ranks process the micro-batches in the same order, so no rank can wait forever. A rank with one stage does
         not wait for later stages.
@@ -165,7 +167,7 @@ class Pipeline:
         return losses
 
     def check(self, stage: int, output: object) -> None:
-        """Check the result of a stage before the last.
+        """Check the result of any stage but the last.
 
         Raises:
             RuntimeError: the result is not a tensor of the common shape and dtype.

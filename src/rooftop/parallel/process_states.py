@@ -55,7 +55,8 @@ def _stat(number: int) -> tuple[str, int] | None:
 
 
 def oom_kills() -> int:
-    """The number of processes that the Linux kernel has killed for lack of memory; 0 if unknown."""
+    """The number of processes that the Linux kernel has killed for lack of memory since this machine started; 0 if
+    unknown."""
     try:
         lines = OOM_KILLS.read_text().splitlines()
     except OSError:

@@ -3,7 +3,7 @@
     with join(layout, settings={"seed": 1}) as world:
         ...  # torch.distributed is initialized, by NCCL on GPUs and by gloo on CPUs
 
-If anything goes wrong, every rank raises an error with the same text, and no rank waits for a rank that will not come:
+If anything goes wrong, every rank raises an error about this failure, and no rank waits for a rank that will not come:
 
 - before anything is communicated, each rank checks its own environment, layout and device;
 - at a roll call (`rooftop.parallel.roll_call`), all ranks learn which rank is missing, cannot start, or has other

@@ -26,8 +26,9 @@ Boxes = Box | Sequence[Box]  # Several boxes are consecutive parts of a local te
 class Stream:
     """The random numbers of a seed (0 to 2^64 - 1). Each name has its own sequence.
 
-    Use the whole model's names, which are the same on every rank. In each method, `box` describes the part of the whole
-    tensor. Several boxes are consecutive parts along the first dimension. None: the whole tensor.
+    Use the whole model's names, which are the same on every rank. In each method, `box` says which part of the
+    whole tensor the given tensor is. Several boxes describe consecutive parts of the given tensor along its first
+    dimension. None: the given tensor is the whole tensor.
     """
 
     seed: int

@@ -3,8 +3,9 @@
 A replica computes the same results as the module. A replica's parameters are copies through which gradients flow back.
 A replica has the same hooks as the module, and shares everything that is not a tensor. A hook that a replica's forward
 registers applies only to that replica. (Hugging Face's models register hooks when hidden states are first requested. If
-replicas shared hooks, each replica's hooks would run in all replicas.) Each forward creates the replicas and drops them
-afterwards, so writes to a replica are lost.
+replicas shared hooks, each replica's hooks would run in all replicas.) Each forward of `DataParallel` creates the
+replicas and drops them afterwards. So writes to a replica are lost, except to the first replica, which is the module
+itself.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: 
     statistics) and attributes persist; the other replicas' writes are lost. Parameters and modules with several names
     keep all names in each replica. Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if
     they are on the module's device. Modules and bound methods in attributes are copied, too. A replica's `parameters()`
-    returns its tensors. These tensors are not leaves, so their `.grad` stays None.
+    returns the replica's tensors. Except in the first replica, these tensors are copies, not leaves, so their
+    `.grad` stays None.
 
     Args:
         module: a module on the first device.

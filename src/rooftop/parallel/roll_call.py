@@ -74,7 +74,7 @@ class RollCall:
         """Wait until all ranks are present and agree. Return their processes, by rank.
 
         Raises:
-            RankError: some ranks are missing or disagree. All present ranks raise the same error.
+            RankError: some ranks are missing, cannot start or disagree. All present ranks raise the same error.
             MeetingOver: the meeting belongs to other processes.
         """
         words = {name: repr(value) for name, value in settings.items()}
@@ -165,7 +165,7 @@ def _differences(entries: Sequence[tuple[int, Mapping[str, str]]]) -> Iterable[s
 
 
 def say(store: Any, key: str, rank: int, linger_s: float, ranks: Iterable[int]) -> None:
-    """Set a rank's key, and wait up to `linger_s` seconds until the other ranks have set their keys."""
+    """Set this rank's key (`key`/`rank`), and wait up to `linger_s` seconds until all `ranks` have set theirs."""
     try:
         store.set(f"{key}/{rank}", "1")
         others = [f"{key}/{each}" for each in ranks]

@@ -132,7 +132,7 @@ class Schedule:
     def drawn(self, units: Mapping[str, int] | None = None) -> str:
         """Draw the step as text: a row for each rank, a column for each unit of time, and dots where a rank is idle.
 
-        If ranks have several stages, letters (a, b, ...) show the stage.
+        If ranks have several stages, a letter shows which of its rank's stages an instruction is for: a is the first.
 
         Args:
             units: integer duration of each kind of instruction; None: `UNITS`.
@@ -173,7 +173,8 @@ class Timeline:
         makespan: time from the first start to the last end over all ranks.
         idle: idle time, summed over all ranks.
         held: for each rank, the maximum number of (stage, micro-batch) pairs whose activations it holds at a time. A
-            rank holds activations from the start of the forward to the end of the backward, or of the weight gradients.
+            rank holds activations from the start of the forward to the end of the backward or, if the backward is
+            split, to the end of the weight gradients.
     """
 
     times: Mapping[Instruction, tuple[float, float]]

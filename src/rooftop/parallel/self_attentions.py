@@ -1,8 +1,8 @@
 """Causal self-attention whose heads are split over tensor parallel ranks.
 
 Each rank has some query heads, and the key and value heads that these query heads use. If there are fewer key and value
-heads than ranks, several ranks hold the same head. `ModelGradients` sums the gradients of such a head, as for
-parameters that are not split.
+heads than ranks, several ranks hold the same head. `ModelGradients` sums the gradients of such a head over the ranks
+that hold it.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Ainslie et al., "GQA" (arXiv:2305.13245).
 """
@@ -64,8 +64,8 @@ class ParallelSelfAttention(nn.Module):
         selective: whether backward recomputes tensors that are cheap to compute (`rooftop.parallel.recomputing`).
 
     Raises:
-        ValueError: `heads` does not divide the width, `kv_heads` does not divide `heads`, heads cannot be split among
-            the ranks, or the window is empty.
+        ValueError: a size or the window is below 1, `heads` does not divide the width (without `head_features`),
+            `kv_heads` does not divide `heads`, or heads cannot be split among the ranks.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class ParallelSelfAttention(nn.Module):
         self.qkv.gathers_again = selective
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, cache: Remembered | None = None) -> Tensor:
-        """Apply the layer to x (B, S, W). `rotation` rotates queries and keys at all positions; None: no rotary
-        positions."""
+        """Apply the layer to x (B, S, W). `rotation` rotates queries and keys; with sequence parallelism, it covers the
+        positions of all tensor ranks. None: no rotary positions."""
         seen = self._attended(self._in_order(self.qkv(self._rows(x)), x.shape), rotation, cache)
         merged = self._merged(seen, x.shape)
         with self._again((merged,), lambda seen: (self._merged(seen, x.shape),), seen):
@@ -187,8 +187,8 @@ class ParallelSelfAttention(nn.Module):
         return place_in(self.qkv.group)[1] if self.qkv.sequence_parallel else 1
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend from queries (B, H, S, D) to keys and values (B, H_k, T, D). The queries are at the last S positions.
-        Returns (B, H, S, D).
+        """Attend from queries (B, H, S, D) to keys and values (B, H_k, T, D). The queries are at the last S of the T
+        positions. Returns (B, H, S, D).
         """
         queries, keys, window = query.shape[2], key.shape[2], self.window
         if window is not None and keys >= queries + window:  # with a window, no query attends to the first keys

@@ -7,9 +7,9 @@ FSDP2.
                         float32, with the                            float32, for the optimizer
                         optimizer's state
 
-Each rank holds some rows of each parameter. A unit, such as a block, has whole parameters only while it computes.
-While a unit computes, the next unit's parameters are gathered. Tensor parallelism is independent of this sharding: data
-ranks shard a tensor parallel rank's part in the same way as a whole parameter.
+Each rank holds some rows of each parameter. A unit, such as a block, has whole parameters only while it computes,
+unless it is in `kept`. While a unit computes, the next unit's parameters are gathered. Tensor parallelism is
+independent of this sharding: data ranks shard a tensor parallel rank's part in the same way as a whole parameter.
 
 PyTorch's `fully_shard` implements this sharding. This file applies `fully_shard` so that results equal those of every
 other layout. Gradients are sums over the data ranks, as in `ModelGradients`, and each rank draws initial values only
@@ -46,10 +46,10 @@ def fully_sharded(
     """Shard a model's parameters over data ranks, in place. Every rank of the group must call this.
 
     Afterwards, parameters are DTensors, and each rank holds some of their rows. Backward stores sums over the data
-    ranks in the parameters' `.grad`. So divide a mean loss by the number of targets on all ranks. Call the model itself
-    instead of its parts, since only a call of the model gathers the model's own parameters. All ranks must run the same
-    units in the same order. Within a unit, ranks may use different parameters (since torch 2.13); an unused parameter
-    gets a gradient of 0.
+    ranks in the parameters' `.grad`. So divide the sum of the losses by the number of targets on all ranks. Call the
+    model itself instead of its parts, since only a call of the model gathers the model's own parameters. All ranks must
+    run the same units in the same order. Within a unit, ranks may use different parameters (since torch 2.13); an
+    unused parameter gets a gradient of 0.
 
     Args:
         model: the model, preferably on the meta device, so that no rank ever holds the whole model. `to_empty` later
@@ -62,6 +62,7 @@ def fully_sharded(
         dtype: the dtype in which parameters are gathered and used; None: their own dtype. The stored parameters, their
             gradients and the sums keep their own dtype, so float32 parameters lose no precision.
         kept: units whose parameters stay gathered from forward to backward, preferably the last units of forward.
+            The model's own parameters always stay gathered.
 
     Raises:
         ValueError: there are fewer than two ranks; there are no parameters, or they have several dtypes; a unit is not
@@ -90,11 +91,10 @@ def fully_sharded(
 
 
 def sum_in_backward(model: nn.Module, wanted: bool) -> None:
-    """Set whether the next backward of a sharded model sums gradients over the data ranks. Each rank then keeps only
-    its own rows of the sums.
+    """Set whether backward of a sharded model sums gradients over the data ranks, until the next call of this function.
 
-    If `wanted` is False, each rank accumulates whole gradients, which take more memory, until a later backward sums
-    them.
+    If `wanted` is True, each rank keeps only its own rows of the sums. If it is False, each rank accumulates whole
+    gradients, which take more memory, until a later backward sums them.
     """
     from torch.distributed.fsdp import FSDPModule
 
