@@ -1,8 +1,8 @@
 """Tables on a device for numbers that repeat along a row, such as one number per channel of interleaved images.
 
 A program may begin at any channel. So a table has one row for each possible first channel: row p repeats the numbers,
-beginning with number p. The numbers that a program needs are then contiguous in memory, so the program loads numbers as
-wide as pixels.
+beginning with number p. The numbers of neighbouring elements are then contiguous in memory, so a thread loads several
+numbers at once, as it loads several elements at once.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class TileConfig:
 @dataclass(frozen=True)
 class LongConfig:
     """Launch parameters for rows of up to `row_bytes` bytes that are read in blocks. `stages` blocks are loaded at the
-    same time. The number of programs per SM limits the data that must fit in L2. `again`: L2's eviction policy for data
-    that is read a second time.
+    same time. `programs_per_sm` limits the number of rows that are processed at the same time, so that these rows are
+    still in L2 when they are read again. `again`: L2's eviction policy for the data that is read again.
     """
 
     row_bytes: int
@@ -44,7 +44,9 @@ Config = TypeVar("Config", TileConfig, LongConfig)
 
 
 def tile(config: TileConfig, columns: int, element_bytes: int) -> WordConstants:
-    """Launch parameters of a tile; `element_bytes`: bytes per element of all tensors in registers."""
+    """Kernel constants for rows of `columns` elements. `element_bytes`: bytes of one element, summed over all tensors
+    in registers.
+    """
     block = min(config.block_bytes // element_bytes, power_of_two(columns))
     blocks = -(-columns // block)
     even = blocks * block == columns
@@ -57,7 +59,9 @@ def tile_config(table: Sequence[Config], row_bytes: int) -> Config | None:
 
 
 def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -> tuple[int, WordConstants]:
-    """Return the number of programs per SM and the kernel constants, for long rows of elements of `element_bytes`."""
+    """Return (number of programs per SM, kernel constants) for long rows of `row_bytes` bytes. `element_bytes`: bytes
+    of one element. If `row_bytes` counts several tensors together, so does `element_bytes`.
+    """
     config = next(config for config in table if row_bytes <= config.row_bytes)
     block = config.block_bytes // element_bytes
     constants: WordConstants = {"COLUMNS": block, "STAGES": config.stages, "AGAIN": config.again}
@@ -65,7 +69,7 @@ def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -
 
 
 def group_of(elements: int, element_bytes: int) -> int:
-    """The number of neighbouring elements, at most 16 bytes, that a thread loads at once. The thread computes one
-    maximum for all elements of a load.
+    """The number of neighbouring elements, at most 16 bytes together, that a thread loads at once. The thread updates
+    its running maximum, and rescales its sum, once for all elements of a load (`fold_scores`).
     """
     return math.gcd(elements, 16 // element_bytes)

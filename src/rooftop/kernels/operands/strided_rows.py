@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def unit(*sizes: int) -> int:
-    """The largest number of elements, up to 8 (16 bytes of half precision), that divides all sizes."""
+    """The largest of 1, 2, 4 and 8 elements (8 elements of half precision are 16 bytes) that divides all sizes."""
     return math.gcd(8, *sizes)
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 class Box:
     """The part of a whole tensor that is on one rank: indices start + i * stride for 0 <= i < size in each dimension.
 
-    `shape` may be any view of the whole tensor: for example (3, heads, features, hidden) for a packed projection whose
-    weight is (3 * heads * features, hidden). The elements of the part are in the same order as in the whole tensor.
+    `shape` may be the shape of any view of the whole tensor: for example (3, heads, features, hidden) for a packed
+    projection whose weight is (3 * heads * features, hidden). The elements of the part are in the same order as in the
+    whole tensor.
 
     Attributes:
         shape: shape of the whole tensor.

@@ -3,9 +3,9 @@
 So an element gets the same number bit for bit, on any device and however the tensor is sharded. A dropout mask need not
 be kept, because backward recomputes the mask. `words.py` explains the computation of the numbers.
 
-The operators are bound by integer arithmetic: ten rounds of two 64-bit products. If positions and sizes are multiples
-of four, ten rounds compute the numbers of four elements at once; otherwise, ten rounds compute the number of only one
-element.
+The operators are bound by integer arithmetic: ten rounds, each with two 64-bit products. If the elements of a part are
+whole groups of four consecutive positions in the whole tensor, ten rounds compute the numbers of the four elements of a
+group at once; otherwise, ten rounds compute the number of only one element.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class RandomNormal(NamedTuple):
 
 
 class CounterDropout(NamedTuple):
-    """Dropout of a part of a whole tensor. `sizes` and `strides` are empty for a whole tensor. `there` is the step if
-    the step is a tensor on the device.
+    """Dropout of a part of a whole tensor. `sizes` and `strides` are empty if x is the whole tensor. `there` is the
+    step if the step is a tensor on the device; `step` is then not used.
     """
 
     x: Tensor
@@ -259,7 +259,8 @@ def random_uniform(
 
     Raises:
         TypeError: an argument has a wrong type, or the dtype is not supported.
-        ValueError: key or step is out of range, low is not below high, or the box needs more than four dimensions.
+        ValueError: key or step is out of range, low is not below high, low or high is not finite, or the box needs more
+            than four dimensions.
     """
     sizes, strides, offset, shape = _checked("random_uniform", box, key, step, dtype)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
@@ -286,17 +287,18 @@ def random_normal(
         box: the part, or the shape of a whole tensor.
         key, step, device: as in `random_uniform`.
         mean, std: mean and standard deviation of the distribution before truncation; finite, rounded to float32.
-        low, high: bounds of all numbers, as in `torch.nn.init.trunc_normal_`; rounded to float32.
-        dtype: the numbers are computed in float32, up to 6.3 standard deviations from the mean. For bfloat16 and
-            float16, the numbers and the bounds are rounded. For float64, the numbers are those of float32.
+        low, high: the smallest and the largest number allowed (not in standard deviations), as in
+            `torch.nn.init.trunc_normal_`; rounded to float32.
+        dtype: the numbers are computed in float32; none is more than 6.3 standard deviations from the mean. For
+            bfloat16 and float16, the numbers and the bounds are rounded. For float64, the numbers are those of float32.
 
     Returns:
         A contiguous tensor of the box's size.
 
     Raises:
         TypeError: an argument has a wrong type, or the dtype is not supported.
-        ValueError: key or step is out of range, std is negative, low is not below high, less than 2^-16 of the
-            distribution is between the bounds, or the box needs more than four dimensions.
+        ValueError: key or step is out of range, mean or std is not finite, std is negative, low is not below high, at
+            most 2^-16 of the distribution is between the bounds, or the box needs more than four dimensions.
     """
     sizes, strides, offset, shape = _checked("random_normal", box, key, step, dtype)
     if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):

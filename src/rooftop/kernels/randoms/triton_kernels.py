@@ -1,10 +1,9 @@
 """The Triton kernels of counter-based random numbers; `randoms.py` has the operators, `words.py` explains how numbers
 are computed.
 
-All arithmetic is integer, except for three operations: conversions that are exact or round once, one exact float64
-product, and a sum that adds to this product. The product is exact, so a compiler may fuse product and sum without
-changing the result. A key and a step are each passed as two halves of 32 bits, so that a new value needs no
-recompilation.
+Random numbers are computed in integers, except for conversions (exact, or rounded once), products that are exact, and
+one float64 sum. The products are exact, so a compiler may fuse a product with the sum without changing the result. A
+key and a step are each passed as two halves of 32 bits, so that a new value needs no recompilation.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def random_fill(
     lower_word, last_word,  # words that are mapped to normal numbers: the first word, and the number of words after it
     NORMAL: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write shift + scale * u, limited to [low, high], to one tile. u is uniform in [0, 1), or normal."""
+    """Write shift + scale * u, limited to [low, high], to one tile. u is uniform in [0, 1), or standard normal."""
     row, column = _tile(columns, GROUPED, ROWS, COLUMNS)
     index = _index(row, column, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset)
     word = _words(index, key_low, key_high, step_low, step_high, GROUPED)

@@ -4,13 +4,13 @@ The generator is Philox 4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel Rand
 key has 64 bits. The counter consists of two numbers of 64 bits: the element's position divided by four, and the step.
 One evaluation of the generator, a block, returns the four words of four consecutive elements.
 
-A uniform number is the upper 24 bits of its word. In float64, a second block supplies 29 more bits. A normal number is
-the quantile of its word, so each normal number needs one word, and no word is rejected. The normal distribution is
-symmetric and reaches 6.3 standard deviations. The quantile is a polynomial of degree 7 in each octave of the tail's
-probability (as in Cheung, Lee, Luk, Villasenor 2007, "Hardware Generation of Arbitrary Random Number Distributions From
-Uniform Distributions Via the Inversion Method"). The polynomial is computed in integers, so the numbers are the same
-everywhere. Logarithms and cosines would differ between libraries, and a compiler may or may not fuse a floating point
-product with a sum.
+A uniform number is the upper 24 bits of its word, divided by 2^24. In float64, a uniform number consists of the upper
+27 bits of its word, and 26 bits of a word from a second block. A normal number is the quantile of its word, so each
+normal number needs one word, and no word is rejected. The normal distribution is symmetric and reaches 6.3 standard
+deviations. The quantile is a polynomial of degree 7 in each octave of the tail's probability (as in Cheung, Lee, Luk,
+Villasenor 2007, "Hardware Generation of Arbitrary Random Number Distributions From Uniform Distributions Via the
+Inversion Method"). The polynomial is computed in integers, so the numbers are the same everywhere. Logarithms and
+cosines would differ between libraries, and a compiler may or may not fuse a floating point product with a sum.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ def quantile_table(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Values:
-    """A distribution: shift + scale * u, limited to [low, high], with u uniform in [0, 1) or normal. Normal numbers are
-    the quantiles of the words from `lower_word` to `lower_word + last_word`. Numbers are computed in float64, where the
-    product of two float32 numbers is exact and the sum rounds once. The float64 result is then rounded to float32 and
-    to the dtype.
+    """A distribution: shift + scale * u, limited to [low, high], with u uniform in [0, 1) or standard normal. Normal
+    numbers are the quantiles of the words from `lower_word` to `lower_word + last_word`. Numbers are computed in
+    float64, where the product of two float32 numbers is exact and the sum rounds once. The float64 result is then
+    rounded to float32 and to the dtype. Only float64 uniform numbers are not rounded to float32.
     """
 
     normal: bool

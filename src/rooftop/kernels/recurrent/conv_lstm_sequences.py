@@ -264,7 +264,9 @@ class ConvLstmSequence(NamedTuple):
         return dgates, dkernel, *of_given
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of the gates of each step. Each step with a previous hidden state adds a convolution and a sum."""
+        """Flops of the gates of each step. Each step with a previous hidden state adds a convolution, and a sum for
+        each gate. If `bias` is given, each step adds another sum for each gate.
+        """
         gates, kernel, hidden, cell, bias, *names, _ = self
         positions, convolved = _sizes(gates, hidden)
         features = kernel.shape[1]
@@ -337,8 +339,9 @@ class ConvLstmSequenceBackward(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of the two gradients of each convolution (input and weight). Each step adds the backward of the gates,
-        and a sum of two gradients.
+        """Flops of the two gradients of each convolution, one of its input and one of its weight. Each step adds the
+        backward of the gates. Each step except the last adds the sum of the two gradients of its hidden state. If
+        `bias` is given, each step adds a sum for each gate.
         """
         scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell, *names = self
         positions, convolved = _sizes(scores, hidden)

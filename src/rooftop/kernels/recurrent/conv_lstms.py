@@ -5,8 +5,8 @@
     h' = o activation(c')
 
 Shi et al. 2015, "Convolutional LSTM Network", equation 3 without the peephole terms, with the order of gates i, f, c, o
-of Keras. The operator is bound by memory: forward reads 5 maps (9 with `added`) and writes 2, backward reads 7 maps (11
-with `added`) and writes 5. Backward recomputes the step, so forward keeps only the inputs.
+of Keras. The operator is bound by memory. In maps of (N, F, H, W), forward reads 5 (9 with `added`) and writes 2, and
+backward reads 7 (11 with `added`) and writes 5. Backward recomputes the step, so forward keeps only the inputs.
 """
 
 from __future__ import annotations
@@ -198,7 +198,9 @@ class ConvLstmGates(NamedTuple):
         return dgates, dcell, None if added is None else dgates
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: five activations, three products and a sum. If `added` is given, each gate needs one more sum."""
+        """Flops for each element of the cell: five activations, three products and a sum. If `added` is given, there
+        are four more sums, one for each gate.
+        """
         flops = 4 + 4 * (self.added is not None) + activation_flops(FLOPS, *self[3:])
         read = distinct_bytes([self.gates, self.cell, self.added])
         return Cost(read, distinct_bytes(made), {precision_of(self.gates.dtype): flops * self.cell.numel()})
@@ -227,8 +229,9 @@ class ConvLstmGatesBackward(NamedTuple):
         return _empty(self.gates, self.gates.dtype, self.gates), _empty(self.cell, self.cell.dtype, self.gates)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: 3 to recompute the cell, the activations and their slopes, 3 for the cell's gradient, two products for
-        each gate, and one more product.
+        """Flops for each element of the cell: those of the activations and of their slopes, 3 to recompute the cell, 3
+        for the cell's gradient, 2 products for each of the four gates, and 1 more product. If `added` is given, there
+        are 4 more sums.
         """
         of_activations = activation_flops(FLOPS, *self[5:]) + activation_flops(SLOPE_FLOPS, *self[5:])
         flops = (15 + 4 * (self.added is not None) + of_activations) * self.cell.numel()

@@ -23,7 +23,7 @@ def plan_of(
     x: Tensor, kind: str, dims: Sequence[int], result: torch.dtype, direction: Direction = "forward",
     counted: bool = True,
 ) -> ReductionPlan:  # fmt: skip
-    """The plan that `choose` returns for a tensor, which is x, or the gradient to compute."""
+    """The plan that `choose` returns for x: the tensor to reduce or, in backward, the gradient to compute."""
     return choose(
         kind, direction, x.shape, x.stride(), tuple(dims), x.dtype, result,
         None if without_kernels(x.device) else processors(x), launches_early(x.device), counted,
@@ -33,8 +33,8 @@ def plan_of(
 def forward(
     plan: ReductionPlan, out: Tensor, x: Tensor, kind: str, dims: Sequence[int], reference: Tensor | None = None
 ) -> None:
-    """Write the reduction of x over `dims` to `out`, which is contiguous. `reference`: the extremes, for a reduction
-    that counts the elements equal to an extreme.
+    """Write the reduction of x over `dims` to `out`, which is contiguous. `reference`: the extremes, if `kind` counts
+    the elements that equal an extreme.
     """
     require_triton()
     from rooftop.kernels.reductions import triton_kernels as kernels

@@ -85,7 +85,7 @@ class ReductionPlan:
 @dataclass(frozen=True)
 class View:
     """A tensor with its dimensions merged to four: two that are kept and two that are reduced. A view stores the sizes
-    and strides of these dimensions, and the strides of the results.
+    and strides of these dimensions, and the strides of the results along the two kept dimensions.
     """
 
     kept: tuple[int, int]

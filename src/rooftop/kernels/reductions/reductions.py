@@ -1,12 +1,12 @@
 """Reductions: sum, mean, amax, amin, argmax, argmin and norm over any dimensions, or all.
 
 Reductions are bound by memory at every size: forward reads the input once. Backward of sum and mean is a view. Backward
-of the other reductions reads the input once, or twice for extremes of very many elements, and writes the input's
-gradient. One kernel reduces any view of at most two kept and two reduced dimensions, after dimensions are merged where
-strides allow a merge. If there are too few results to fill a GPU, as for the sum of all elements, several programs
-share each result. The program that finishes last combines the partial results, as in the CUDA sample
-threadFenceReduction, or a second kernel combines them. Sums are float32, or int64 for integers. Results are
-deterministic: the order of additions depends only on sizes, strides and the GPU.
+of the other reductions reads the input once (twice for extremes, if a result reduces too many elements for one tile),
+and writes the input's gradient. One kernel reduces any view of at most two kept and two reduced dimensions, after
+dimensions are merged where strides allow a merge. If there are too few results to fill a GPU, as for the sum of all
+elements, several programs share each result. The program that finishes last combines the partial results, as in the
+CUDA sample threadFenceReduction, or a second kernel combines them. Sums accumulate in float32 (float64 for float64,
+int64 for integers). Results are deterministic: the order of additions depends only on sizes, strides and the GPU.
 
 `plans.py` chooses the kernels for a result or a gradient, and `reduction_plan` returns the choice and its reason;
 `launches.py` launches the kernels.
@@ -39,7 +39,7 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 
 
 class Kept(NamedTuple):
-    """The values that backward needs: shape and dtype of x, and for extremes and norms also x and y."""
+    """The values that backward needs: the shape and dtype of x, and for extremes and norms also the tensors x and y."""
 
     x: Tensor | None
     y: Tensor | None
@@ -188,9 +188,9 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
         dtype: elements are cast to this dtype before they are added.
 
     Returns:
-        The sum in the input's dtype, or in int64 for booleans and integers. The sum of no elements is 0. Sums
-        accumulate in float32 (float64 for float64) and are deterministic. Under autocast on a GPU the result is
-        float32, as in PyTorch.
+        The sum in `dtype`. If `dtype` is None, the sum has the input's dtype, or is int64 for booleans and integers;
+        under autocast on a GPU, a floating point sum is then float32, as in PyTorch. The sum of no elements is 0.
+        Floating point sums accumulate in float32 (float64 for float64) and are deterministic.
 
     Raises:
         TypeError: the input is not a dense tensor, or a dtype is not supported.
@@ -205,7 +205,8 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
 def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """The mean over one, several or all dimensions, as `torch.mean` computes it. The mean of no elements is NaN.
 
-    Arguments, results and errors are those of `sum`; integer input needs a `dtype`.
+    Arguments, results and errors are those of `sum`, except that integer input needs a floating point `dtype`, and that
+    autocast does not change the result's dtype.
     """
     x, dims, result = _of_mean(input, dim, dtype)
     return _reduce(x, "mean", dims, bool(keepdim), result)
@@ -217,11 +218,12 @@ def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     """The maximum over one, several or all dimensions, as `torch.amax` computes it. The maximum is NaN if any element
     is NaN.
 
-    Elements that tie share the gradient equally. Arguments are those of `sum`, except that `()` means all
-    dimensions; the result has the input's dtype.
+    Elements that tie share the gradient equally. Arguments are those of `sum`, without `dtype`; the result has the
+    input's dtype.
 
     Raises:
-        TypeError, ValueError: as in `sum`; also for the maximum of no elements.
+        TypeError: as in `sum`.
+        ValueError: as in `sum`, or a reduced dimension has no elements.
     """
     x, dims, result = _of_extreme("amax", input, dim)
     return _reduce(x, "amax", dims, bool(keepdim), result)
@@ -253,7 +255,8 @@ def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
         any number.
 
     Raises:
-        TypeError, ValueError: as in `sum`; also for the maximum of no elements.
+        TypeError: as in `sum`, or `dim` is a sequence.
+        ValueError: as in `sum`, or a reduced dimension has no elements.
     """
     x, dims, result = _of_place("argmax", input, dim)
     return _reduce(x, "argmax", dims, bool(keepdim), result)

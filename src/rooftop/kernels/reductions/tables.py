@@ -10,8 +10,8 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 @dataclass(frozen=True)
 class RowConfig:
     """Launch parameters if memory is contiguous along the reduced dimension, for up to `run_bytes` contiguous bytes:
-    results of a tile, and bytes of a tile per result. `stages`: number of tiles in the prefetch pipeline in shared
-    memory; 1: no prefetch.
+    number of results of a tile, and bytes that a tile contains for each of these results. `stages`: number of tiles in
+    the prefetch pipeline in shared memory; 1: no prefetch.
     """
 
     run_bytes: int

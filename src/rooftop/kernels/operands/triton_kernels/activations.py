@@ -2,9 +2,9 @@
 
 Unless an activation overlaps with the product, the activation adds a tenth to the product's time. Most of that time is
 spent in the special function unit, where exponentials and reciprocals are 8 times slower than multiplications. With
-HALF, results are rounded to 16 bits, so each activation uses one exponential and a polynomial (`normal_below`,
-`_reciprocal`), with errors far below that rounding. In float32, activations are as accurate as PyTorch's: exponentials
-have reduced arguments, divisions round correctly, and no terms cancel.
+HALF, results are rounded to 16 bits, so activations that need an exponential compute only one, and a polynomial
+(`normal_below`, `_reciprocal`), with errors far below that rounding. In float32, activations are as accurate as
+PyTorch's: exponentials have reduced arguments, divisions round correctly, and no terms cancel.
 """
 
 from __future__ import annotations

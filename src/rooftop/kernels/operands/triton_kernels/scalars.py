@@ -1,8 +1,8 @@
 """Functions that kernels of elementwise expressions call; `elementwise/expression_sources.py` writes the kernels.
 
-With PRECISE, results are as accurate as PyTorch's in float32. Without PRECISE, functions take fewer instructions, and
-results are accurate enough for half precision. The functions call only operations that Triton's interpreter supports
-(no libdevice).
+With PRECISE, results are as accurate as PyTorch's float32 results. Without PRECISE, functions take fewer instructions,
+and results are accurate enough for half precision. The functions call only operations that Triton's interpreter
+supports (no libdevice).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ DOUBLE_BEYOND_BITS = tl.constexpr(0x4330000080000000)  # XOR with the 32 bits of
 
 @triton.jit
 def exponential(x, PRECISE: tl.constexpr):
-    """exp(x). The hardware computes 2^(x log2 e), whose error comes from the rounding of the product. The method of
-    Cody and Waite 1980 corrects the error of the product.
+    """exp(x). The hardware computes 2^(x log2 e), whose error comes from the rounding of the product. With PRECISE, the
+    method of Cody and Waite 1980 corrects the error of the product.
     """
     if PRECISE:
         n = tl.minimum(tl.maximum(tl.floor(x * LOG2_E + 0.5), -126.0), 127.0)
@@ -88,8 +88,8 @@ def normal_distribution(x, PRECISE: tl.constexpr):
 def normal_below(size):
     """Phi(-size) of the normal distribution for `size` in [0, 14], as 2^P(size) with a polynomial P of degree 8.
 
-    The relative error is 4e-5 up to 5.8 (where float16 underflows) and 7e-4 up to 13.2. Beyond 13.2, the absolute
-    error is 1e-38.
+    The relative error is 4e-5 for sizes up to 5.8 (where float16 underflows) and 7e-4 for sizes up to 13.2. For sizes
+    beyond 13.2, the absolute error is 1e-38.
     """
     power = size * 3.958181338248323e-08 - 2.3413381313730497e-06
     power = power * size + 5.956412132945843e-05
@@ -124,7 +124,7 @@ def quotient(a, b, PRECISE: tl.constexpr):
 
 @triton.jit
 def square_root(x, PRECISE: tl.constexpr):
-    """The root of x; correctly rounded if PRECISE."""
+    """The square root of x; correctly rounded if PRECISE."""
     if PRECISE:
         return tl.sqrt_rn(x)
     else:
