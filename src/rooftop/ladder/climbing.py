@@ -1,4 +1,5 @@
-"""Climb a ladder: check each rung against the reference, then time all rungs together and compare them with the roof.
+"""Climb a ladder: check each rung against the reference, then time the rungs that are right, taking turns, and compare
+them with the roof.
 
 Without a GPU no times are shown. The rungs on the CPU, and Triton's rungs (through its interpreter), are checked. The
 rungs in CUDA C++ are compiled for sm_90 but do not run.
@@ -29,11 +30,13 @@ class Outcome:
     """The result of a rung.
 
     Attributes:
-        status: "measured" and "checked": the result is right. "compiled": the rung was not run. "absent": the rung has
-            no code here. "wrong": the result is wrong. "failed": there is no result. `note` has the details.
+        status: "measured": the result is right, and the rung was timed. "checked": the result is right, but the rung
+            was not timed. "compiled": the rung was compiled but not run. "absent": the rung has no code here, or a
+            package that it needs is not installed. "wrong": the result is wrong. "failed": there is no result. `note`
+            has the details.
         ms, spread: time of one call and its spread; None unless measured.
-        rate: bytes/s or flop/s that the rung reached.
-        percent_of_roof: 100 * roof / ms.
+        rate: bytes/s or flop/s that the rung reached, in the ladder's `unit`; None unless measured.
+        percent_of_roof: 100 * roof_ms / ms; None unless measured.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Climb:
-    """The results of climbing a ladder. `roof_ms` and `bound` are None without a GPU."""
+    """The results of climbing a ladder. `roof_ms` and `bound` are None if `climb` got no ceilings, as without a GPU."""
 
     ladder: str
     work: str

@@ -1,5 +1,7 @@
-"""Train a network on the handwritten digits of scikit-learn (1,797 images of 8 x 8): once with only the ladder's
-kernels, and once in PyTorch. The network has two layers, h = sigmoid(x W1^T + b1) and y = sigmoid(h W2^T + b2).
+"""Train a network on the handwritten digits of scikit-learn (1,797 images of 8 x 8): once in PyTorch, and once in each
+tool with only the ladder's kernels. The network has two layers:
+
+    h = sigmoid(x W1^T + b1)         y = sigmoid(h W2^T + b2)
 
 The loss is the cross entropy, summed over the ten sigmoids and averaged over the batch. The gradient before the last
 sigmoid is y - one_hot(target), divided by the batch size. The other gradients are matrix products:

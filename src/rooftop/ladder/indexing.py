@@ -1,7 +1,8 @@
 """The indexing ladder: C = A + B of n x n float32, with grids of one, two and three dimensions laid over the matrix.
 
 The work is the same as in the vector ladder. Two values are predicted before anything is measured: how many 32-byte
-sectors an access of a warp touches (32 floats need 4), and the share of the GPU's resident warps that have work.
+sectors an access of a warp touches (32 contiguous floats need 4), and the share of the GPU's resident warps that have
+work.
 """
 
 from __future__ import annotations

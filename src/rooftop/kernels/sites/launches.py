@@ -1,9 +1,10 @@
 """Launch the kernels of sparse convolution, and prepare the row orders and pair lists that they need.
 
 In half precision, a convolution reads `2 * C` bytes of features for each pair, and `2 * C * O` bytes of weight for each
-tap of a tile of rows, all from L2. With taller tiles, the kernel reads the weight less often. Fewer reads are wasted if
-rows with similar neighbours share a tile, and if a table is stored in the order in which the kernel reads it.
-`docs/measurements/kernels-sites.md` has counts on one H200.
+tap of a tile of rows, all from L2. With taller tiles, the kernel reads the weight less often. If rows with similar
+neighbours share a tile, the tile has fewer taps, and the kernel reads the weight less often. If a table is stored in
+the order in which the kernel reads it, each read of the table is contiguous. `docs/measurements/kernels-sites.md`
+explains what bounds the kernels.
 """
 
 from __future__ import annotations
@@ -178,9 +179,9 @@ def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
 
 
 def row_order(neighbours: Tensor) -> Tensor:
-    """The order of a table (M, T) for `sparse_conv`: the `sorted_table` if TABLES_SORTED is set, else only the order
-    (M,). The rows of tables with fewer than SORTED_FROM rows are not sorted. `row_order_shape` computes the result's
-    shape.
+    """The order of a table (M, T) for `sparse_conv`: the `sorted_table` if TABLES_SORTED is set and the table has at
+    most MOST_SORTED rows, else only the order (M,). A table with fewer than SORTED_FROM rows keeps the order of its
+    rows. `row_order_shape` computes the result's shape.
     """
     rows = size(neighbours, 0)
     if rows < tables.SORTED_FROM:

@@ -212,8 +212,9 @@ class SparseConv(NamedTuple):
         return [t if each else None for t, each in zip(_sparse_conv_backward(*arguments), mask, strict=True)]
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: a product for each pair. Bytes: features, weight and table are each read once. An order is optional,
-        so the bytes of an order do not count.
+        """Flops: for each pair, the product of a vector (C,) and a matrix (C, O); a bias adds a sum for each element of
+        the result. Bytes: features, weight, bias and table are each read once. An order is optional, so the bytes of an
+        order do not count.
         """
         features, weight, bias, neighbours, order = *self[:4], self.order
         flops = _product_flops(self, features, 1)
@@ -282,8 +283,8 @@ class SparseConvBackward(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of the gradients that are needed: a product for each pair for the features, a product for each pair for
-        the weight, and a sum for the bias.
+        """Flops of the gradients that are needed: for the features and for the weight, 2 C O flops for each pair; for
+        the bias, a sum for each element of dy.
         """
         dy, features, weight, neighbours, reverse, order, reverse_order, *_, mask = self
         for_features, for_weight, for_bias = mask
@@ -409,7 +410,7 @@ def conv_of_rulebook(
     """Call `sparse_conv` with the tables of a rulebook, whose sizes match. `listed` and `counts` are the rulebook's
     pairs.
 
-    A repeated call runs without Python, even if the number of rows changes.
+    A call runs without Python if it differs from an earlier call only in values and in the number of rows.
     """
     pairs = None if listed is None or counts is None else (listed, counts)
     return sparse_conv(

@@ -131,7 +131,9 @@ class SparseGlobalPool(NamedTuple):
         return (_sparse_global_pool_backward(dy, *kept),)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: a comparison or a sum for each feature. A mean adds a division for each result."""
+        """Flops: a comparison or a sum for each element of features. A mean adds a division for each element of the
+        result.
+        """
         flops = self.features.numel() + self.average * made[0].numel()
         read = distinct_bytes([self.features, self.batch])
         return Cost(read, distinct_bytes(made), {precision_of(made[0].dtype): flops} if flops else {})
@@ -165,7 +167,9 @@ class SparseGlobalPoolBackward(NamedTuple):
         return self.dy.new_empty(self.batch.shape[0], self.dy.shape[1])
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: a division for each result. A maximum adds a comparison and a count of ties for each feature."""
+        """Flops: a division for each element of dy. A maximum adds a comparison and a count of ties for each element of
+        features.
+        """
         flops = self.dy.numel() + (0 if self.features is None else 2 * self.features.numel())
         read = distinct_bytes(self[:5])
         return Cost(read, distinct_bytes([made]), {precision_of(self.dy.dtype): flops} if flops else {})

@@ -156,8 +156,8 @@ class SparsePool(NamedTuple):
         return (_sparse_pool_backward(dy, *kept),)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: one operation per result, the minimum, because the number of neighbours is unknown. A mean adds a
-        division.
+        """Flops: one operation for each element of the result. (This is the minimum: the number of neighbours is
+        unknown.) A mean adds a division for each element of the result.
         """
         flops = (1 + self.average) * made[0].numel()
         read = distinct_bytes([self.features, self.neighbours])
@@ -198,8 +198,9 @@ class SparsePoolBackward(NamedTuple):
         return self.dy.new_empty(self.sites, self.dy.shape[1])
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: two operations for each result: a sum, and a comparison (for a maximum) or a division (for a mean).
-        Bytes: the tensors that are read, and one table.
+        """Flops: two operations for each element of dy: a sum, and a comparison (for a maximum) or a division (for a
+        mean). Bytes: all tensors once, except that only the table that the kernel reads counts: `reverse` if it is
+        given, else `neighbours`.
         """
         dy, y, features, counts, neighbours, reverse, _ = self
         read = distinct_bytes([dy, y, features, counts, neighbours if reverse is None else reverse])

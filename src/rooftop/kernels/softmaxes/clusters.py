@@ -43,10 +43,9 @@ BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # values 
 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
     """Clusters for rows of `groups` 16-byte groups, best first: the first cluster leaves the fewest lanes of an SM
-    idle. In this estimate, each thread has a fixed cost of 1.5 groups per row, in addition to its own groups.
-    Each block of the cluster, and each warp of the block, adds 1/16 group for the exchange of results. With these
-    costs, the function selects the fastest measured cluster, or a cluster within 4% of the fastest time
-    (tune_clusters.json).
+    idle. In this estimate, each thread has a fixed cost of 1.5 groups per row, in addition to its own groups. Each
+    block of the cluster, and each warp of the block, adds 1/16 group for the exchange of results. In the measurements
+    of tune_clusters.json, the first cluster is the fastest, or takes at most 4% more time than the fastest.
 
     Args:
         groups: the maximum number of 16-byte groups that a row overlaps, over all possible addresses of the row's

@@ -119,7 +119,7 @@ class SoftmaxBackward(NamedTuple):
 
     def cost(self, made: Tensor) -> Cost:
         """Flops per element: four, for a product, a sum, a difference and a second product. For the logarithm, an
-        exponential replaces the first product.
+        exponential replaces the first product. Scale and mask add 1 each.
         """
         flops = (4 + (self.scale != 1.0) + (self.mask is not None)) * self.y.numel()
         read = distinct_bytes([self.dy, self.y, self.mask])
@@ -153,13 +153,13 @@ def softmax(
         dtype: `input` is first cast to this dtype. A cast from half to single precision is part of the kernel.
         mask: broadcastable to `input`, on the device of `input`. A numeric mask is added; in a boolean mask, False
             excludes an element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of a numeric
-            mask takes two more passes over memory.
+            mask takes two more passes over tensors of the size of `input`.
         scale: a finite number.
 
     Returns:
-        Like input. As in PyTorch, a row of the result is NaN if the row of the input contains NaN, or if all its
-        elements are -inf or excluded. Maximum, sum and exponentials are float32 (float64 for float64). Under a GPU's
-        autocast the result is float32, as in PyTorch.
+        Like input. As in PyTorch, a row of the result is NaN if the row of the input contains NaN, or if all elements
+        of the row are -inf or excluded. Maximum, sum and exponentials are float32 (float64 for float64). Under a GPU's
+        autocast the result is float32 unless `dtype` is given, as in PyTorch.
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.

@@ -29,7 +29,7 @@ def plus_product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexp
 
 @triton.jit
 def in_parts(values, PARTS: tl.constexpr):
-    """Split (ROWS, COLUMNS) into a tuple of PARTS (1, 2 or 4) tensors, each with COLUMNS / PARTS neighbouring columns."""
+    """Split (ROWS, COLUMNS) into a tuple of 1, 2 or 4 tensors, each with COLUMNS / PARTS neighbouring columns."""
     if PARTS == 1:
         return (values,)
     else:

@@ -101,8 +101,9 @@ def sparse_global_pool_parts(
     sites, batch_size, share,  # N, B, rows of a program
     AVERAGE: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute for each batch element the maxima or sums over a program's rows, and the number of these rows. The kernel
-    writes nothing for batch elements without rows in the program.
+    """Each program reduces `share` rows: for each batch element, it computes the maxima or sums over those of its rows
+    that belong to the batch element, and their number. The program writes nothing for batch elements outside the range
+    of batch elements of its rows.
     """
     part = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
