@@ -17,9 +17,10 @@ LINE_BYTES = 16
 
 
 def from_line(x: Tensor) -> tuple[Tensor, int]:
-    """Return (view, offset). The view begins at the last multiple of 16 bytes before x, and x begins `offset` elements
-    after the view's beginning. If the storage of x begins after that multiple, return (x, 0). Triton's compiler knows
-    only whether a pointer is a multiple of 16 bytes.
+    """Return (view, offset). The view begins at the last address that is a multiple of 16 bytes and is not after x, and
+    x begins `offset` elements after the view's beginning. If the storage of x begins after that address, return (x, 0).
+    A kernel that gets the view and the offset can load 16 bytes at once: Triton's compiler knows only whether a pointer
+    is a multiple of 16 bytes.
     """
     size = x.element_size()
     beyond = x.data_ptr() % LINE_BYTES

@@ -150,8 +150,8 @@ QUANTILES = (
 def normal_quantiles_reference(words: Tensor) -> Tensor:
     """The normal quantile of (word + 1/2) / 2^32 in float32, with an error below 2e-7.
 
-    The computation uses fixed-point integers with 28 fractional bits. The tail's probability is `tail` / 2^33. Each
-    octave of the tail's probability has a separate polynomial.
+    The computation uses fixed-point integers with 28 fractional bits. The tail's probability is the integer `tail`
+    divided by 2^33. Each octave of the tail's probability has a separate polynomial.
     """
     negative = words < 1 << 31
     tail = torch.where(negative, words, WORD - words) << 1 | 1

@@ -1,8 +1,8 @@
 """Reductions: sum, mean, amax, amin, argmax, argmin and norm over any dimensions, or all.
 
 Reductions are bound by memory at every size: forward reads the input once. Backward of sum and mean is a view. Backward
-of the other reductions reads the input once (twice for extremes, if a result reduces too many elements for one tile),
-and writes the input's gradient. One kernel reduces any view of at most two kept and two reduced dimensions, after
+of the other reductions reads the input once (twice for extremes, unless a tile holds all elements of a result), and
+writes the input's gradient. One kernel reduces any view of at most two kept and two reduced dimensions, after
 dimensions are merged where strides allow a merge. If there are too few results to fill a GPU, as for the sum of all
 elements, several programs share each result. The program that finishes last combines the partial results, as in the
 CUDA sample threadFenceReduction, or a second kernel combines them. Sums accumulate in float32 (float64 for float64,
@@ -279,8 +279,8 @@ def norm(
 
     Args:
         input: bfloat16, float16, float32 or float64, any shape and strides.
-        ord: 1 (sum of absolute values), 2 (root of the sum of squares; in float32 the sum overflows past 3.4e38) or
-            infinity (the largest absolute value).
+        ord: 1 (sum of absolute values), 2 (root of the sum of squares; a float32 sum of squares overflows past 3.4e38)
+            or infinity (the largest absolute value).
         dim, keepdim: as in `sum`.
         dtype: elements are first cast to this dtype, which must not be narrower than the input's.
 

@@ -33,8 +33,8 @@ class SplitConfig:
 
 @dataclass(frozen=True)
 class ColumnConfig:
-    """Launch parameters if memory is contiguous along the kept dimension: bytes of a tile along that dimension (more if
-    few elements are reduced), and bytes of the whole tile.
+    """Launch parameters if memory is contiguous along the kept dimension. `width_bytes`: bytes of a tile along that
+    dimension (more if few elements are reduced). `tile_bytes`: bytes of the whole tile.
     """
 
     width_bytes: int

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 def check_neighbours(name: str, features: Tensor, neighbours: Tensor) -> None:
-    """On a CPU, check that all rows in the table exist. (On a GPU, the kernels treat out-of-range rows as -1.)"""
+    """On a CPU, check that each value of the table is the index of a row of features, or -1. (On a GPU, the kernels
+    treat other values as -1.)
+    """
     if not features.is_cpu or neighbours.numel() == 0:
         return
     least, most = (int(each) for each in neighbours.aminmax())

@@ -2,8 +2,9 @@
 
 These operators replace spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. The operators are bound by memory, and
 read features once. Each program reduces a range of rows to one partial result for each batch element in that range. If
-rows are sorted by batch element, as in a rulebook, a program writes one or two partial results. PyTorch then combines
-the partial results. No call synchronizes with the GPU. The kernels use no atomics, so results are deterministic.
+rows are sorted by batch element, as in a rulebook, a program usually writes one or two partial results. PyTorch then
+combines the partial results. No call synchronizes with the GPU, except calls with float64 features, which the reference
+computes. The kernels use no atomics, so results are deterministic.
 
 All sites that equal a maximum share its gradient equally, as in `torch.amax`, so the gradient does not depend on the
 order of rows. (spconv loops over the batch elements in Python, and the mean of spconv returns only one channel.)
@@ -224,7 +225,8 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
 def sparse_global_avg_pool(features: Tensor, batch: Tensor, batch_size: int) -> Tensor:
     """The mean of each batch element's sites, channel by channel.
 
-    Arguments, result and errors are as in `sparse_global_max_pool`. Sums are float32 on a GPU, and float64 on a CPU.
+    Arguments, result and errors are as in `sparse_global_max_pool`. Sums are float32 on a GPU (float64 for float64),
+    and float64 on a CPU.
     """
     return _pooled(features, batch, batch_size, average=True)
 

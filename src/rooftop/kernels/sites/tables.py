@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """The tile of `sparse_conv_rows` for up to `channels` channels of the result: rows, columns, operand channels per
-    step, warps, and pipeline stages.
+    """The tile of `sparse_conv_rows` for up to `channels` channels of the result: rows and columns of the tile, operand
+    channels per step, warps, and pipeline stages.
     """
 
     channels: int
@@ -93,8 +93,8 @@ PIECES, ELEMENTS = 32, 128  # sizes of a tile in `sum_pieces`: pieces, and eleme
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Launch parameters of pooling in windows: bytes of a tile of one tap, the tile's maximum number of columns, taps
-    that are loaded at the same time, and warps.
+    """Launch parameters of pooling in windows: bytes of features that a tile loads for one tap, the tile's maximum
+    number of columns, number of taps that are loaded at the same time, and warps.
     """
 
     tile_bytes: int

@@ -1,4 +1,4 @@
-"""Launch parameters of the Triton kernels of softmax, by the bytes of a row."""
+"""Launch parameters by the bytes of a row: Triton kernels of softmax, cluster kernels of softmax and cross entropy."""
 
 from __future__ import annotations
 
