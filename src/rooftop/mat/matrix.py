@@ -335,8 +335,8 @@ class Mat(Block, Arithmetic):
         """Append rows with the same type and length (a Mat, an array). A Mat with a single column also accepts one
         element.
 
-        If there is no room, the Mat moves to memory for 1.5 times its rows. A region of a larger Mat is first copied to
-        new memory, so the rows below the region do not change.
+        If there is no room, the Mat moves to memory for 1.5 times its present rows, or for all rows if the new rows
+        need more. A region of a larger Mat is first copied to new memory, so the rows below the region do not change.
         """
         growth.push_back(self, value)
 

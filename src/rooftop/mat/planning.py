@@ -103,7 +103,7 @@ def plan_of(nodes: Sequence[MatExpr], depth: int) -> ExpressionPlan:
 
 
 def form_of(nodes: Sequence[MatExpr], depth: int) -> Form:
-    """The key of a plan: the operations, types and numbers of an expression, and the stored depth."""
+    """The key of a plan: an expression's operations, types and numbers (with their values), and the stored depth."""
     form: list[Any] = [depth]
     places: dict[int, int] = {}
     for place, each in enumerate(nodes):

@@ -157,7 +157,7 @@ class Attention(nn.Module):
         nn.init.zeros_(self.out_proj.bias)
 
     def projection(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The packed weights and biases of parts `first` to `last`: queries (0), keys (1), values (2)."""
+        """The packed weights and biases of parts `first` to `last`, inclusive: queries (0), keys (1), values (2)."""
         rows = slice(first * self.width, (last + 1) * self.width)
         return self.in_proj_weight[rows], self.in_proj_bias[rows]
 

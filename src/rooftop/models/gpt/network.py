@@ -140,8 +140,8 @@ class Gpt(nn.Module):
             computed as a whole. Hooks of a block and of its modules do not run, because blocks run in phases.
         context: the ranks that share sequences (`rooftop.parallel.contexts`); None: this process has whole sequences.
         device, dtype: device and dtype of the parameters; PyTorch's defaults if not given. All parameters are created
-            in PyTorch's default dtype, then cast. If the model is too large for PyTorch's default dtype, build it on
-            the meta device.
+            in PyTorch's default dtype, then cast. If the memory is too small for the model in PyTorch's default dtype,
+            build the model on the meta device.
 
     Raises:
         ValueError: `layers` are not consecutive layers of the config, the ranks cannot split a size, or a rank's part
@@ -268,7 +268,8 @@ class Gpt(nn.Module):
 
         Raises:
             TypeError, ValueError: the input has a wrong shape or dtype, the sequence is longer than the model's
-                positions, or a stage without the head gets targets. `Cache` and `linear_cross_entropy` also raise.
+                positions, or a stage without the head gets targets. The errors of `Cache.extended` and
+                `linear_cross_entropy` are raised too.
         """
         refuse_proxies(self, input)
         self._check(input, targets, positions, cache, packing)
