@@ -1,4 +1,5 @@
-"""Add and remove rows at the end of a Mat, like a std::vector: a growing Mat reserves more rows than requested.
+"""Add and remove rows at the end of a Mat, like a std::vector: repeated pushes seldom move the Mat, because a push that
+moves the Mat reserves memory for later pushes.
 
 A header grows in place only into memory that no other header of its block uses. (OpenCV lets two headers push different
 rows to the same position.)

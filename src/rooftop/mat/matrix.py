@@ -355,7 +355,8 @@ class Mat(Block, Arithmetic):
     # Devices.
 
     def to(self, device: DeviceLike, *, non_blocking: bool = False, allocator: MatAllocator | None = None) -> Mat:
-        """A copy on another device. If the Mat is on that device already, the result is a header on the same memory.
+        """A copy on another device. If the Mat is on that device already and `allocator` is None, the result is a header
+        on the same memory.
 
         Args:
             non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless
@@ -383,8 +384,8 @@ class Mat(Block, Arithmetic):
         """The elements as an array on the host during a `with` block, from any device.
 
         For host memory, the array is `numpy()`. For a GPU, the array is a copy in host memory. If `write`, this copy is
-        written back to the GPU at the end of the `with` block. Within the `with` block, `mapping` is "host", and using
-        the Mat on the GPU raises RuntimeError.
+        written back to the GPU at the end of the `with` block, unless the block raises. Within the `with` block, the
+        `mapping` of GPU memory is "host", and using the Mat on the GPU raises RuntimeError.
         """
         if self._data is None or self._device.type == "cpu":
             array = self.cpu().numpy()

@@ -206,12 +206,13 @@ class Gpt(nn.Module):
         """Initialize all parameters by the rules of `initial_values`.
 
         Args:
-            generator: a generator on the device of the parameters; None: PyTorch's own. For a part of a model, the
-                generators of all ranks must have the same state: each rank draws one whole parameter at a time, and
-                keeps its part.
+            generator: a generator on the device of the parameters; None: PyTorch's own. If tensor parallel ranks share
+                the layers, the generators of all these ranks must have the same state: each rank draws one whole
+                parameter at a time, and keeps its part.
 
         Raises:
-            ValueError: this is a part of a model and no generator was passed, so its ranks would draw different values.
+            ValueError: tensor parallel ranks share the layers, and no generator was passed, so these ranks would draw
+                different values.
         """
         if self.group is not None and generator is None:
             raise ValueError(
