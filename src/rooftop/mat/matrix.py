@@ -355,8 +355,8 @@ class Mat(Block, Arithmetic):
     # Devices.
 
     def to(self, device: DeviceLike, *, non_blocking: bool = False, allocator: MatAllocator | None = None) -> Mat:
-        """A copy on another device. If the Mat is on that device already and `allocator` is None, the result is a header
-        on the same memory.
+        """A copy on another device. If the Mat is on that device already and `allocator` is None, the result is a
+        header on the same memory.
 
         Args:
             non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless
