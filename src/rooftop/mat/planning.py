@@ -33,7 +33,7 @@ class ExpressionPlan:
 
     Attributes:
         root: the tree of elementwise operations; its leaves have the Mats' types, not the Mats.
-        leaves: the nodes for Mats, in the expression's order.
+        leaves: the nodes for Mats, in topological order.
         bits: whether elements are read and written as integers of the same bits.
         depth: depth of the stored numbers.
         bounds: bounds of all nodes.

@@ -94,7 +94,8 @@ def inverse_of(x: Tensor, method: str, depth: int) -> Tensor:
     """The inverse of a matrix x (rows, columns), or with "svd" its pseudo-inverse, in float32 or float64.
 
     Raises:
-        numpy.linalg.LinAlgError: without "svd", there is no inverse, or with "cholesky" x is not positive definite.
+        numpy.linalg.LinAlgError: there is no inverse, x is not positive definite ("cholesky"), or the decomposition
+            does not converge ("svd").
     """
     wide = x.float() if DEPTHS[depth].size_bytes == 2 else x
     if not wide.numel():

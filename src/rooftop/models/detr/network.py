@@ -1,4 +1,4 @@
-"""DETR: object detection as set prediction by one transformer, with the keys of facebookresearch/detr.
+"""DETR: object detection as set prediction by one transformer, with the state dict keys of facebookresearch/detr.
 
 Carion et al. 2020, "End-to-End Object Detection with Transformers". A ResNet with frozen norms computes a feature map.
 An encoder applies self-attention to the cells (pixels) of the feature map. A decoder turns learned queries into
@@ -146,7 +146,7 @@ def sine_positions(padding: Tensor, width: int, temperature: float = 10_000.0) -
 
 
 class Attention(nn.Module):
-    """Multi-head attention with packed projections, batch first, with the keys of `nn.MultiheadAttention`."""
+    """Multi-head attention with packed projections, batch first, with the state dict of `nn.MultiheadAttention`."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

@@ -15,9 +15,9 @@ weight.
 The layers come from `rooftop.parallel`: tensor parallel ranks split each layer; a single process has whole layers.
 `rooftop.models.parallel_gpt` creates a rank's part of a model.
 
-A pipeline stage owns some of the layers, with the same keys as in the whole model. The first stage also has the
-embedding (`pre_process`), and the last stage the final norm and the head (`post_process`). A stage passes x + update,
-(B, S, W), to the next stage.
+A pipeline stage owns some of the layers, with the same state dict keys as in the whole model. The first stage also has
+the embedding (`pre_process`), and the last stage the final norm and the head (`post_process`). A stage passes
+x + update, (B, S, W), to the next stage.
 
 A factory creates each dropout module from the module's name in the whole model. With the factory `CounterDropouts`, the
 masks do not depend on how the model is split.
