@@ -1,9 +1,11 @@
-"""Add and remove rows at the end of a Mat, like a std::vector: a growing Mat reserves more rows than requested.
+"""Add and remove rows at the end of a Mat, like a std::vector: repeated pushes seldom move the Mat, because a push that
+moves the Mat reserves memory for later pushes.
 
 A header grows in place only into memory that no other header of its block uses. (OpenCV lets two headers push different
 rows to the same position.)
 
-Source of the policy: Mat::reserve and Mat::push_back of OpenCV (reserve 1.5 times the rows, at least 64 bytes).
+Source of the policy: Mat::reserve and Mat::push_back of OpenCV. (A Mat that is full moves to memory for 1.5 times its
+rows before the push, or for all rows after the push if these are more. New memory has at least 64 bytes.)
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def reserve(m: Mat, nelems: int) -> None:
     """Reserve memory for `nelems` rows in total, so that the Mat does not move until it has more rows than that.
 
     Raises:
-        ValueError: the Mat is empty, so its rows have no length yet.
+        ValueError: `nelems` is negative, or the Mat is empty, so its rows have no length yet.
     """
     if nelems < 0:
         raise ValueError(f"reserve takes a number of rows of at least 0, got {nelems}")

@@ -16,7 +16,7 @@ Sizes = tuple[int, ...]
 
 
 def natural_steps(sizes: Sizes, elem_bytes: int) -> Sizes:
-    """The steps of contiguous elements."""
+    """The steps, in bytes, of a Mat of these sizes whose elements are contiguous."""
     steps = [elem_bytes] * len(sizes)
     for axis in range(len(sizes) - 2, -1, -1):
         steps[axis] = steps[axis + 1] * sizes[axis + 1]
@@ -53,7 +53,10 @@ class Place(NamedTuple):
 
 
 def locate(rows: int, cols: int, step: int, elem_bytes: int, offset: int, start: int, end: int) -> Place:
-    """Find the position of a 2-D header at byte `offset` in the whole Mat, which spans bytes `start` to `end`."""
+    """Find the position of a 2-D header in the whole Mat.
+
+    The header begins at byte `offset` of the block of memory; the whole Mat spans bytes `start` to `end` of this block.
+    """
     row, rest = divmod(offset - start, step)
     col = rest // elem_bytes
     whole_rows = max((end - start - (col + cols) * elem_bytes) // step + 1, row + rows)
@@ -62,8 +65,8 @@ def locate(rows: int, cols: int, step: int, elem_bytes: int, offset: int, start:
 
 
 def adjusted(place: Place, rows: int, cols: int, top: int, bottom: int, left: int, right: int) -> tuple[int, ...]:
-    """Compute (first row, end of rows, first column, end of columns) after the edges moved outward within the whole
-    Mat."""
+    """Compute (first row, end of rows, first column, end of columns) after the edges moved outward by `top`, `bottom`,
+    `left` and `right` (inward if negative). The edges stay within the whole Mat."""
     row1, row2 = _moved(place.row, rows, top, bottom, place.whole_rows)
     col1, col2 = _moved(place.col, cols, left, right, place.whole_cols)
     return row1, row2, col1, col2
@@ -80,7 +83,8 @@ def reshaped_2d(rows: int, cols: int, cn: int, new_cn: int, new_rows: int, conti
     Changing the number of rows requires elements without gaps.
 
     Raises:
-        ValueError: the sizes are not divisible, or the Mat has gaps.
+        ValueError: the numbers cannot be divided into these rows or into elements of `new_cn` channels, or the number
+            of rows would change although the Mat has gaps.
     """
     new_cn = new_cn or cn
     width = cols * cn  # numbers in a row

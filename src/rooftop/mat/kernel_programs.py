@@ -4,8 +4,8 @@ Every Mat is read once, with any strides, and the result is written once; interm
 kernel is generated for each form of expression (its operations and types), and reused for other numbers and for other
 Mats of the same layout.
 
-Between two evaluations of one form, on Mats of the same layout, only addresses differ. So the launch is cached and
-reused. Without the cache, the host would take several times as long as the GPU for small images.
+Between two evaluations of one form with the same numbers, on Mats of the same layout, only addresses differ. So the
+launch is cached and reused. Without the cache, the host would take several times as long as the GPU for small images.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _conversions: dict[Form, Stored] = {}
 
 
 class Launched(NamedTuple):
-    """The cached launch for one form of expression, with Mats and a target of one layout.
+    """The cached launch for one form of expression and its numbers, with Mats and a target of one layout.
 
     Attributes:
         stored: the cached launch.
@@ -77,7 +77,7 @@ class Evaluation:
         self.key: Form = (form_of(nodes, depth), lie, torch.get_default_dtype())
 
     def again(self) -> bool:
-        """Launch the cached kernel of this evaluation; return whether there was one."""
+        """Repeat the cached launch of this evaluation. Return whether it was launched; if not, call `run`."""
         found = _launches.get(self.key)
         return found is not None and found.again(self.addresses)
 

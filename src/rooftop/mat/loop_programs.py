@@ -2,7 +2,8 @@
 
 A loop is generated for each form of expression (its operations and types), and reused for other numbers and for other
 Mats of the same layout. Compiling takes some tenths of a second. So a form is compiled only after `row_programs.py` has
-spent about that much time on evaluating the form. The total time is then at most twice the optimum.
+spent about that much time on evaluating the form. The total time of a form is then at most about twice the time of the
+better of two choices: to compile at once, or never to compile.
 
 Some expressions are not compiled: expressions with transposed Mats (neighbours along a row are not adjacent in memory),
 with half precision (Numba lacks it on CPUs), with more Mats than the compiler checks for overlaps, with hundreds of
@@ -66,7 +67,7 @@ def run(plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None
 def run_conversion(
     source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None, otherwise: Callable[[], None]
 ) -> None:
-    """Convert elements of one depth to another by a loop; call `otherwise` if there is no loop."""
+    """Convert elements of one depth to another by a loop; call `otherwise` if no loop exists yet or none can."""
     _run(lambda: conversion_program(depth, new_depth, scaling, for_kernel=False), [source], target, otherwise)
 
 
@@ -124,11 +125,12 @@ def _distinct(views: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
 def run_loop(
     loop: Loop, views: Sequence[Tensor], rows: Sequence[np.ndarray], numbers: Sequence[float], channels: int
 ) -> None:
-    """Run the loop over all elements of Mats with the expected layout, in several threads.
+    """Run a compiled loop over all elements of the views, in several threads if there are many.
 
     Args:
         views: a tensor for each array of the loop, all of one shape, contiguous along the last dimension.
-        rows: operands with a number for each channel.
+        rows: the constant operands that have a number for each channel, (channels,) each.
+        numbers: the constant operands that have one number for all channels.
         channels: the number of channels, which are interleaved along the last dimension.
     """
     flat = [memory_of(each) for each in views]
@@ -171,8 +173,9 @@ def _rectangles(views: Sequence[Tensor], channels: int) -> Iterator[tuple[list[i
 def source_of(form: Form) -> tuple[str, str, dict[str, Any]]:
     """Generate the source of the loop over rows and columns: (text, function name, values of its global names).
 
-    The function takes the first row, the row after the last, the number of columns, the memory and row step of each
-    array, rows of `columns` numbers, and single numbers.
+    The function takes the first row, the row after the last, the number of columns, and the memory and row step of each
+    array. Then it takes the constant operands: a row of `columns` numbers for each operand with a number for each
+    channel, and one number for each other operand.
     """
     result, kinds, places = form
     types = types_of([result], kinds, autocast=False)

@@ -335,8 +335,8 @@ class Mat(Block, Arithmetic):
         """Append rows with the same type and length (a Mat, an array). A Mat with a single column also accepts one
         element.
 
-        If there is no room, the Mat moves to memory for 1.5 times its rows. A region of a larger Mat is first copied to
-        new memory, so the rows below the region do not change.
+        If there is no room, the Mat moves to memory for 1.5 times its present rows, or for all rows if the new rows
+        need more. A region of a larger Mat is first copied to new memory, so the rows below the region do not change.
         """
         growth.push_back(self, value)
 
@@ -355,7 +355,8 @@ class Mat(Block, Arithmetic):
     # Devices.
 
     def to(self, device: DeviceLike, *, non_blocking: bool = False, allocator: MatAllocator | None = None) -> Mat:
-        """A copy on another device. If the Mat is on that device already, the result is a header on the same memory.
+        """A copy on another device. If the Mat is on that device already and `allocator` is None, the result is a
+        header on the same memory.
 
         Args:
             non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless
@@ -383,8 +384,8 @@ class Mat(Block, Arithmetic):
         """The elements as an array on the host during a `with` block, from any device.
 
         For host memory, the array is `numpy()`. For a GPU, the array is a copy in host memory. If `write`, this copy is
-        written back to the GPU at the end of the `with` block. Within the `with` block, `mapping` is "host", and using
-        the Mat on the GPU raises RuntimeError.
+        written back to the GPU at the end of the `with` block, unless the block raises. Within the `with` block, the
+        `mapping` of GPU memory is "host", and using the Mat on the GPU raises RuntimeError.
         """
         if self._data is None or self._device.type == "cpu":
             array = self.cpu().numpy()

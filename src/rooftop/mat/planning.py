@@ -33,7 +33,7 @@ class ExpressionPlan:
 
     Attributes:
         root: the tree of elementwise operations; its leaves have the Mats' types, not the Mats.
-        leaves: the nodes for Mats, in the expression's order.
+        leaves: the nodes for Mats, in topological order.
         bits: whether elements are read and written as integers of the same bits.
         depth: depth of the stored numbers.
         bounds: bounds of all nodes.
@@ -103,7 +103,7 @@ def plan_of(nodes: Sequence[MatExpr], depth: int) -> ExpressionPlan:
 
 
 def form_of(nodes: Sequence[MatExpr], depth: int) -> Form:
-    """The key of a plan: the operations, types and numbers of an expression, and the stored depth."""
+    """The key of a plan: an expression's operations, types and numbers (with their values), and the stored depth."""
     form: list[Any] = [depth]
     places: dict[int, int] = {}
     for place, each in enumerate(nodes):

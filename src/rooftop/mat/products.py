@@ -91,10 +91,11 @@ def multiply_into(target: Tensor, left: Tensor, right: Tensor, alpha: float, bet
 
 
 def inverse_of(x: Tensor, method: str, depth: int) -> Tensor:
-    """The inverse of a matrix x (rows, columns), in float32 or float64.
+    """The inverse of a matrix x (rows, columns), or with "svd" its pseudo-inverse, in float32 or float64.
 
     Raises:
-        numpy.linalg.LinAlgError: there is no inverse, or with "cholesky" x is not positive definite.
+        numpy.linalg.LinAlgError: there is no inverse, x is not positive definite ("cholesky"), or the decomposition
+            does not converge ("svd").
     """
     wide = x.float() if DEPTHS[depth].size_bytes == 2 else x
     if not wide.numel():

@@ -118,7 +118,7 @@ def in_few_dims(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def blocks_of(views: Sequence[Tensor], channels: int) -> Iterator[Block]:
-    """Iterate in order over blocks of at most `BLOCK` elements, each beginning at channel 0 of an element."""
+    """Iterate in order over blocks of at most `BLOCK` numbers. Each block begins at channel 0 of an element."""
     *outer, last = shape = views[0].shape
     turned = len(shape) > 1 and any(view.stride(-1) > view.stride(-2) for view in views)
     turned = turned or (len(shape) > 2 and any(view.stride(-2) > view.stride(-3) for view in views))

@@ -33,7 +33,7 @@ def cross(x: Header, y: Header) -> Tensor:
 
     Raises:
         TypeError: the types differ, or are integers.
-        ValueError: a vector does not have three numbers.
+        ValueError: the sizes differ, or a vector does not have three numbers.
     """
     _check_alike("a cross product", x, y)
     if x.depth() not in FLOATING:

@@ -1,7 +1,7 @@
 """Headers (type, sizes and steps on a block of memory), their properties, and views of the same memory.
 
-Making a view computes a few numbers and no tensor operation. The tensor is created when an operation first needs the
-elements.
+Making a view computes a few integers and runs no tensor operation. The tensor is created when an operation first needs
+the elements.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Shaped:
 
     @property
     def size(self) -> MatSize:
-        """(rows, columns), or all sizes. The call `m.size()` returns (width, height)."""
+        """The sizes of all dimensions: (rows, columns) for two. The call `m.size()` returns (width, height)."""
         return MatSize(self._sizes)
 
     def total(self) -> int:
@@ -117,7 +117,7 @@ class Header(Shaped):
         return self._steps
 
     def step1(self, i: int = 0) -> int:
-        """Like `step`, in numbers (channels) instead of bytes."""
+        """The stride of dimension `i`, in numbers (channels) instead of bytes."""
         if not 0 <= i < self.dims:
             raise IndexError(f"step1({i}): the Mat has {self.dims} dimensions: expected 0 to {self.dims - 1}")
         return self._steps[i] // self.elemSize1()
@@ -203,8 +203,8 @@ class Header(Shaped):
                 which is computed from the others.
 
         Raises:
-            ValueError: the sizes are not divisible, or a Mat with gaps cannot get these rows or sizes (`clone()` it
-                first).
+            ValueError: the numbers cannot be divided into these rows, sizes or channels, or the rows or sizes would
+                change although the Mat has gaps (`clone()` it first).
         """
         if cn:
             CV_MAKETYPE(self.depth(), cn)

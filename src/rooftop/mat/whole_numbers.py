@@ -31,7 +31,8 @@ _PIECE = 5  # bits per step of the conversion to float64
 def store_whole_numbers(
     root: MatExpr, bounds: BoundsOf, leaves: Sequence[MatExpr], tensors: Sequence[Tensor], into: Tensor, depth: int
 ) -> None:
-    """Evaluate an integer expression exactly and write the result, saturated or rounded once.
+    """Evaluate an integer expression exactly and write the result: saturated to an integer depth, or rounded once to
+    float64.
 
     Args:
         bounds: bounds of all nodes. Every node is an integer expression.

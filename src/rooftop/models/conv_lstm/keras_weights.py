@@ -129,7 +129,7 @@ def _channels_first(kernel: Tensor) -> Tensor:
 def read_keras_weights(path: str | Path) -> list[KerasLayer]:
     """Read all layers that have weights from a .keras, .weights.h5 or .h5 file.
 
-    The layers of one kind are in the model's order.
+    The layers of one kind are in the order of the Keras model.
 
     Raises:
         InputError, WeightsError, MissingExtraError: see `load_keras_weights`.

@@ -142,7 +142,8 @@ def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) ->
             objects. Average recall: with 1, 10 and 100 detections per photograph, and by size.
 
     Raises:
-        ValueError: the numbers of detections and photographs differ, or no category has a label.
+        ValueError: the numbers of detections and photographs differ, or a detection has a label
+            without a category.
         MissingExtraError: pycocotools is not installed.
     """
     if len(detections) != len(dataset):

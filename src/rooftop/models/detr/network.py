@@ -1,4 +1,4 @@
-"""DETR: object detection as set prediction by one transformer, with the keys of facebookresearch/detr.
+"""DETR: object detection as set prediction by one transformer, with the state dict keys of facebookresearch/detr.
 
 Carion et al. 2020, "End-to-End Object Detection with Transformers". A ResNet with frozen norms computes a feature map.
 An encoder applies self-attention to the cells (pixels) of the feature map. A decoder turns learned queries into
@@ -146,7 +146,7 @@ def sine_positions(padding: Tensor, width: int, temperature: float = 10_000.0) -
 
 
 class Attention(nn.Module):
-    """Multi-head attention with packed projections, batch first, with the keys of `nn.MultiheadAttention`."""
+    """Multi-head attention with packed projections, batch first, with the state dict of `nn.MultiheadAttention`."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Attention(nn.Module):
         nn.init.zeros_(self.out_proj.bias)
 
     def projection(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The packed weights and biases of parts `first` to `last`: queries (0), keys (1), values (2)."""
+        """The packed weights and biases of parts `first` to `last`, inclusive: queries (0), keys (1), values (2)."""
         rows = slice(first * self.width, (last + 1) * self.width)
         return self.in_proj_weight[rows], self.in_proj_bias[rows]
 

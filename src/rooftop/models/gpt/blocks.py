@@ -109,7 +109,8 @@ class TokenEmbedding(nn.Module):
 def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
     """Cosines and sines of the rotary angles for positions (S,) or (B, S).
 
-    Feature pair i of a head is rotated by position / rope_base ** (2 i / D).
+    Feature pair i of a head is rotated by position / rope_base ** (2 i / D). If the config has a `rope_scaling`, it
+    changes these angles.
 
     Angles are computed in float32, as in the training of these models, so the angles of large positions are not exact.
     Powers, cosines and sines are computed in float64 and rounded, so that they are the same on all devices.

@@ -157,7 +157,7 @@ class LikeLlama:
         architecture: the class in transformers.
         kv_heads: number of key-value heads; None: the number of query heads.
         head_size: features of a head; None: the width divided by the number of heads.
-        window: attention window of the layers with a window.
+        window: default attention window of the layers that have a window.
         biases: the linear layers that may have biases: "attention" (if attention_bias is set), "mlp" (if mlp_bias is
             set), or "qkv" (always).
         chooses_layers: whether layer_types, use_sliding_window and max_window_layers choose the layers with the window.
@@ -256,7 +256,7 @@ def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
 
 
 def hugging_face_kind(config: GptConfig) -> str:
-    """The model_type of the first Hugging Face model that supports this config.
+    """The model_type of a Hugging Face model that supports this config: "gpt2", or the first match in `LIKE_LLAMA`.
 
     Raises:
         ValueError: no Hugging Face model supports this config.

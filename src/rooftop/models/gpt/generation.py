@@ -10,7 +10,8 @@ Tokens, positions and the page table are in tensors with fixed addresses, so on 
 captured once and replayed. When a sequence ends, its pages and its row become free for the next prompt.
 
 Decoding is bound by memory bandwidth: a step reads all weights, and the keys and values of all positions, once.
-`step_cost` returns the number of these bytes, and `Generation.decode_roof_ms` returns the shortest possible time.
+`step_cost` counts the bytes and operations of a step, and `Generation.decode_roof_ms` returns the shortest possible
+time of all steps so far.
 
 Tensor parallel ranks that share a model generate together: all ranks call `generate` with the same arguments and get
 the same tokens. Each rank keeps the keys and values of its own heads.
@@ -136,8 +137,8 @@ class Generation:
         cache: the paged cache; `cache.bytes` is its memory on this rank.
         prompt_tokens, prefill_s: number of prompt tokens read so far, and the seconds of host time spent on prefill,
             including waits for the device.
-        steps: the decoding steps so far, each as (number of sequences, number of positions that all sequences attended
-            to). Layers with a window attend to fewer positions.
+        steps: the decoding steps so far, each as (number of sequences, number of positions that the sequences attended
+            to, summed over the sequences). Layers with a window attend to fewer positions.
         decode_s: seconds that the decoding steps took.
         norm_sums_refused: the reason why decoding steps sum over the ranks with NCCL. "": the steps use one kernel that
             sums and computes the norm (`rooftop.parallel.norm_sums`). None: no step has run on a GPU yet.

@@ -67,7 +67,7 @@ def parallel_gpt(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Gpt:
-    """Create this rank's part of a model, with initial values; no process ever holds the whole model.
+    """Create this rank's part of a model, with initial values; no rank creates more than its part.
 
     Args:
         config: config of the whole model.
@@ -78,8 +78,8 @@ def parallel_gpt(
         halves: whether tensor parallel ranks compute the two halves of a batch alternately, to overlap the
             communication of one half with the computation of the other; as in `Gpt`.
         context: how context parallel ranks exchange keys and values; None: `Context(groups["cp"])`.
-        device, dtype: device and dtype of the parameters. Values are computed in float32 and rounded to the dtype, so
-            the model is the same in any dtype.
+        device, dtype: device and dtype of the parameters. Initial values are computed in float32 and rounded to the
+            dtype, so models of different dtypes differ only by this rounding.
 
     Returns:
         A `Gpt`, whose dropout masks depend on the argument `step` of `forward`.
@@ -155,7 +155,7 @@ def fully_sharded_gpt(
             DTensors; `ModelGradients` sums their gradients, computes the norm, and clips.
 
     Raises:
-        ValueError: as in `parallel_gpt`, or the layout has no data ranks.
+        ValueError: as in `parallel_gpt`, or there are fewer than two data and context parallel ranks.
     """
     from rooftop.parallel.sharded_data import fully_sharded  # imports PyTorch's DTensor, which takes most of a second
 

@@ -15,9 +15,9 @@ weight.
 The layers come from `rooftop.parallel`: tensor parallel ranks split each layer; a single process has whole layers.
 `rooftop.models.parallel_gpt` creates a rank's part of a model.
 
-A pipeline stage owns some of the layers, with the same keys as in the whole model. The first stage also has the
-embedding (`pre_process`), and the last stage the final norm and the head (`post_process`). A stage passes x + update,
-(B, S, W), to the next stage.
+A pipeline stage owns some of the layers, with the same state dict keys as in the whole model. The first stage also has
+the embedding (`pre_process`), and the last stage the final norm and the head (`post_process`). A stage passes
+x + update, (B, S, W), to the next stage.
 
 A factory creates each dropout module from the module's name in the whole model. With the factory `CounterDropouts`, the
 masks do not depend on how the model is split.
@@ -140,8 +140,8 @@ class Gpt(nn.Module):
             computed as a whole. Hooks of a block and of its modules do not run, because blocks run in phases.
         context: the ranks that share sequences (`rooftop.parallel.contexts`); None: this process has whole sequences.
         device, dtype: device and dtype of the parameters; PyTorch's defaults if not given. All parameters are created
-            in PyTorch's default dtype, then cast. If the model is too large for PyTorch's default dtype, build it on
-            the meta device.
+            in PyTorch's default dtype, then cast. If the memory is too small for the model in PyTorch's default dtype,
+            build the model on the meta device.
 
     Raises:
         ValueError: `layers` are not consecutive layers of the config, the ranks cannot split a size, or a rank's part
@@ -206,12 +206,13 @@ class Gpt(nn.Module):
         """Initialize all parameters by the rules of `initial_values`.
 
         Args:
-            generator: a generator on the device of the parameters; None: PyTorch's own. For a part of a model, the
-                generators of all ranks must have the same state: each rank draws one whole parameter at a time, and
-                keeps its part.
+            generator: a generator on the device of the parameters; None: PyTorch's own. If tensor parallel ranks share
+                the layers, the generators of all these ranks must have the same state: each rank draws one whole
+                parameter at a time, and keeps its part.
 
         Raises:
-            ValueError: this is a part of a model and no generator was passed, so its ranks would draw different values.
+            ValueError: tensor parallel ranks share the layers, and no generator was passed, so these ranks would draw
+                different values.
         """
         if self.group is not None and generator is None:
             raise ValueError(
@@ -268,7 +269,8 @@ class Gpt(nn.Module):
 
         Raises:
             TypeError, ValueError: the input has a wrong shape or dtype, the sequence is longer than the model's
-                positions, or a stage without the head gets targets. `Cache` and `linear_cross_entropy` also raise.
+                positions, or a stage without the head gets targets. The errors of `Cache.extended` and
+                `linear_cross_entropy` are raised too.
         """
         refuse_proxies(self, input)
         self._check(input, targets, positions, cache, packing)
