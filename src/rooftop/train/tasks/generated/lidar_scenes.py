@@ -203,7 +203,8 @@ def house(chance: Random, wide: float, deep: float) -> list[Solid]:
 
 
 def block(chance: Random, left: float, right: float, curb: float, walk: float) -> list[Solid]:
-    """A block between two crossings, from left to right, beyond the curb at y = curb."""
+    """One side of a street between two crossings, from x = left to x = right: cars parked at the curb y = curb, a
+    sidewalk of width `walk`, lawns and houses."""
     front = curb + walk
     middle, half = (left + right) / 2, (right - left) / 2
     parts = [
