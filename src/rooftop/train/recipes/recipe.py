@@ -3,8 +3,8 @@
     recipe = Recipe.of({"run": {"epochs": 20}, "optimizer": {"name": "adamw", "lr": 1e-3}})
     recipe = recipe.with_values(["mix.mixup=0.2", "ema.decay=0.999"])
 
-A switch that is off costs nothing. By default all optional techniques are off, except `run.sync_norms` and
-`run.sum_in_backward`.
+A switch that is off costs nothing. By default all optional techniques are off, except momentum, weight decay, the
+cosine schedule with its warm-up, `run.sync_norms` and `run.sum_in_backward`.
 """
 
 from __future__ import annotations
