@@ -344,7 +344,8 @@ def _examples(scans: Scans, model: nn.Module, device: torch.device) -> list[tupl
 
 
 def drawn(cloud: Cloud, said: Tensor, setting: Setting) -> Image.Image:
-    """Draw the true labels of a cloud (heights if the labels are unknown), the predicted labels, and the errors."""
+    """Draw the true labels of a cloud, the predicted labels, and the errors. If the true labels are unknown, draw the
+    heights of the points and the predicted labels."""
     xyz, said = cloud.xyz.cpu(), said.cpu()
     intensity, truth = (None if each is None else each.cpu() for each in cloud[1:])
     palette = torch.tensor(list(setting.classes.values()), dtype=torch.uint8)
