@@ -96,8 +96,8 @@ def _module_of(path: Path) -> str:
 def place_in_user_code(error: BaseException) -> str | None:
     """The last line of the user's code that an error has passed, "my_pkg/task.py:12"; None if it has passed none.
 
-    Code of Rooftop, of installed packages and of Python is not the user's. The notes of an error may contain the
-    traceback of another process.
+    Code of Rooftop, of installed packages and of Python is not the user's. The error's notes are also searched, because
+    they may contain the traceback of another process.
     """
     frames = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
     frames += re.findall(r'File "(.+)", line (\d+)', "\n".join(getattr(error, "__notes__", [])))

@@ -10,10 +10,11 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Yield the path to write to. At the end of the block, the file gets the name `target`; after an exception, it is
-    removed.
+    """Yield the path of a temporary file to write to. At the end of the block, the file is renamed to `target`; after
+    an exception, the temporary file is removed.
 
-    A link stays a link. A device or a pipe is written directly, because renaming a file onto it would replace it.
+    If `target` is a link, the file that it points to is replaced, and the link stays. If `target` is a device or a
+    pipe, its own path is yielded, because renaming a file onto the device or pipe would replace it.
 
     Raises:
         OSError: the file cannot be written. The error names `target`, whose earlier content stays.

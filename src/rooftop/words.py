@@ -52,9 +52,9 @@ def did_you_mean(given: object, names: Iterable[str]) -> str:
 def nearest(given: object, names: Iterable[str]) -> list[str]:
     """Find the names with the fewest typing errors relative to the given word; none if all names have too many.
 
-    Case, hyphens and underscores are ignored. Up to two in five characters may be wrong. Among equally near names, the
-    name that shares more characters with the given word is returned. If the word is the beginning of several names, the
-    first three of them are returned.
+    Case, hyphens and underscores are ignored. One error is always allowed, and up to two errors for each five
+    characters of the word. Among equally near names, the name that shares more characters with the word is returned. If
+    the word is no name, but is the beginning of names, the first three of these names are returned instead.
     """
     word = _plain(str(given))
     known = list(dict.fromkeys(names))

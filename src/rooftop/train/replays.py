@@ -3,10 +3,10 @@
     gradients = Replayed(gradients_of_step, device)
     loss, norm = gradients(tokens, step)
 
-A training step launches thousands of kernels. If the layers are small or split, the host needs more time to launch the
-kernels than the GPU needs to run them. A replay is a single launch. Every replay reads and writes the memory addresses
-of the capture. So all data that change from step to step must be input tensors, which each call copies to these
-addresses.
+A training step launches thousands of kernels. If the layers are small, or split over ranks, the host needs more time to
+launch the kernels than the GPU needs to run them. A replay is a single launch. Every replay reads and writes the memory
+addresses of the capture. So all data that change from step to step must be input tensors, which each call copies to
+these addresses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training loop: steps, reports and checkpoints.
 
-Losses and norms are read from the device once every `interval` steps. Between these reads, the GPU never waits for
-Python.
+Losses and norms are read from the device once every `interval` steps, after the first and the last step, and before
+each validation and checkpoint. Between these reads, Python launches steps without waiting for the GPU.
 """
 
 from __future__ import annotations
@@ -68,21 +68,22 @@ def run_steps(
     async_save: bool = True,
     stop: Stop | None = None,
 ) -> Iterator[list[StepReport]]:
-    """Train until the total number of steps is reached. All ranks must iterate together.
+    """Train until `trainer.step` reaches `until`. All ranks must iterate together.
 
     Args:
-        interval: number of steps that are read and reported together. The first step is reported alone, because it
-            takes longer than the others.
-        roof: roof of a step.
+        interval: maximum number of steps that are read and reported together. The first step is reported alone, because
+            it takes longer than the others.
+        roof: roof of a step of this rank.
         validation: the data and the interval of validations. The time of validations is not part of the steps' time. A
             training that was asked to stop runs no validation.
         save: folder of checkpoints; a checkpoint is saved after the last step. If the caller leaves the loop early, a
             checkpoint in progress is aborted.
         save_interval: steps between checkpoints. None: save only after the last step.
         keep_last: number of checkpoints to keep in the folder; None: all.
-        async_save: write in the background (`Saver`); the loop waits for the last checkpoint.
-        stop: if any rank is asked to stop, all ranks save after the same step, one or two steps later, and stop. `stop`
-            needs `save`.
+        async_save: write checkpoints in the background (`Saver`). After the last step, the loop waits until the last
+            checkpoint is on the disk.
+        stop: if any rank is asked to stop, all ranks save after the same step, one or two steps later, and stop.
+            Without `save`, `stop` has no effect.
 
     Yields: The reports of the steps since the previous reports.
 
@@ -90,7 +91,7 @@ def run_steps(
         DivergedError: a loss or a norm is not finite; all ranks raise this.
         ModelRunError: memory ran out.
         OSError: a checkpoint cannot be written; all ranks raise this.
-        ValueError: a saving option is passed without `save`.
+        ValueError: `save_interval`, `keep_last` or async_save=False is passed without `save`.
     """
     if save is None and (save_interval is not None or keep_last is not None or not async_save):
         raise ValueError(

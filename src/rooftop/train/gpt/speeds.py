@@ -28,9 +28,9 @@ class StepRoof:
     """The limits of this machine for a step of a rank.
 
     Attributes:
-        ms: the fused roof.
+        ms: the fused roof, in milliseconds.
         flops: flops of the rank in a step.
-        peak: fastest measured rate of matrix products in the dtype, in flop/s.
+        peak: fastest measured rate of matrix products in the training's dtype, in flop/s.
     """
 
     ms: float
@@ -63,7 +63,7 @@ def step_roof(trainer: GptTrainer, ceilings: Ceilings) -> StepRoof:
     """The roof of one step of one rank, on a device with these ceilings.
 
     Raises:
-        ValueError: the device's rate in this dtype was not measured.
+        ValueError: the device's rate in the training's dtype was not measured.
     """
     cost = step_cost(trainer)
     ((precision, flops),) = cost.flops.items()
@@ -71,7 +71,7 @@ def step_roof(trainer: GptTrainer, ceilings: Ceilings) -> StepRoof:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory so far, of all tensors on a GPU, or of the whole process on a CPU."""
+    """Peak memory of this process so far: of its tensors on a GPU, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

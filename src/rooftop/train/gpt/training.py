@@ -68,7 +68,8 @@ class GptTraining:
         recompute: activations that backward recomputes instead of keeping them (`rooftop.parallel.recomputing`). False:
             none; True or "full": the activations of whole blocks; "selective": large tensors that are cheap to compute.
         halves: compute the two halves of a micro-batch alternately, so that tensor parallel ranks communicate one half
-            while they compute the other. Halves double the number of launches, so on GPUs `halves` needs `cuda_graph`.
+            while they compute the other. Halves double the number of launches, so on GPUs `halves` needs `cuda_graph`
+            or a sharded model.
         sum_once: with a sharded model, sum gradients once per step instead of after each micro-batch. Each rank then
             holds unsharded gradients of its parameters, 4 bytes per parameter.
         pipeline_schedule: order in which pipeline ranks compute micro-batches, a name in
@@ -84,13 +85,15 @@ class GptTraining:
         mask_ends: whether the loss ignores the target of each end token, because this target belongs to the next
             document.
         cuda_graph: from the fourth step on, replay forward and backward from a CUDA graph (`rooftop.train.Replayed`).
-            Later changes of the model's modes, hooks or memory have no effect.
+            Later changes of the model's modes and hooks have no effect, and the weights keep their memory addresses.
 
     Raises:
         ValueError: a size is not positive, a rate or seed is out of range, the dtype is not supported, or a sequence is
             longer than the model's positions.
-        ValueError: the learning rate does not fall to `least_rate` after the warm-up, or `halves` is set with an odd
-            micro-batch or with `recompute`.
+        ValueError: `decay` is unknown, `decay_steps` or `least_rate` is set with a constant rate, a rate that falls has
+            no `decay_steps` after the warm-up, or `least_rate` is above `learning_rate`.
+        ValueError: `halves` is set with an odd micro-batch or with `recompute`, or the options of documents do not fit
+            each other, `halves` or `cuda_graph`.
     """
 
     config: GptConfig
@@ -207,7 +210,8 @@ class GptTraining:
         """Return the pipeline schedule for a layout; None without a pipeline.
 
         Raises:
-            ValueError: options exclude each other, or do not fit the layout.
+            ValueError: `pipeline_schedule` and `layers_per_virtual_stage` exclude each other, or one of them does not
+                fit the layout or the number of layers.
         """
         name, layers = self.pipeline_schedule, self.layers_per_virtual_stage
         if layout.pp == 1:

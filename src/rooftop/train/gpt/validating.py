@@ -35,7 +35,7 @@ class Validation:
 
     Raises:
         InputError: there are too few tokens for one sequence.
-        ValueError: a number is not positive.
+        ValueError: `interval` or `iters` is not positive.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Validation:
         self.sequences = min(iters * training.global_batch, self.batches.sequences)
 
     def due(self, step: int, until: int) -> bool:
-        """Whether to validate after a step."""
+        """Whether to validate after step `step` of a training whose last step is `until`."""
         return step == until or step % self.interval == 0
 
 

@@ -7,7 +7,8 @@ weight. This kernel reads gradients in the dtype of backward, scales them for cl
 together with the float32 weights. Two of the 30 bytes are a read of the model's weights, to detect values that the user
 has loaded. `adamw_launches.py` decides which weights share a kernel.
 
-The step count and the learning rate are on the GPU too, so the host never waits, and a CUDA graph can capture the step.
+The kernel reads the step count and the learning rate from GPU memory, so the host never waits, and a CUDA graph can
+capture the step.
 
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization" (arXiv:1711.05101), algorithm 2.
 """
@@ -119,7 +120,8 @@ class AdamW(torch.optim.AdamW):
         Args:
             closure: computes the loss and its gradients again; see PyTorch's optimizers.
             scale: factor for all gradients, () on the device of the parameters, such as the clipping factor of
-                `ModelGradients.scale_for`. On a GPU the gradients in memory stay unscaled.
+                `ModelGradients.scale_for`. On a GPU the gradients in memory stay unscaled; on a CPU they are scaled in
+                place.
 
         Returns:
             The loss of `closure`.

@@ -1,4 +1,6 @@
-"""Launch AdamW: one kernel updates all weights of the same dtypes; a table on the GPU lists their addresses.
+"""Launch AdamW: one launch updates all weights of the same dtypes; a table on the GPU lists their addresses.
+
+The dtypes are those of the weight, its gradient, its moments and the model's weight.
 
 One launch costs the host more time than the GPU needs to update a million elements. Python code per weight would cost
 as much time as a launch per weight. So the plan of a step is kept for the next step, and the addresses of all weights
@@ -43,8 +45,8 @@ class AdamWOptions:
     """The options of a parameter group.
 
     Attributes:
-        rate: a number, or a tensor of one element on a GPU.
-        betas, eps, decay: constants of AdamW.
+        rate: the learning rate: a number, or a tensor of one element on a GPU.
+        betas, eps, decay: constants of AdamW; `decay` is the weight decay.
     """
 
     rate: float | Tensor
@@ -60,7 +62,8 @@ class AdamWOptions:
         return cls(rate, tuple(map(float, group["betas"])), group["eps"], group["weight_decay"])
 
     def constants(self, device: torch.device) -> Tensor:
-        """The constants for `adamw_numbers`, (8,) float64."""
+        """The constants for `adamw_numbers`, (8,) float64: rate, 1 - rate * decay, beta1, 1 - beta1, beta2, 1 - beta2,
+        log(beta1) and log(beta2)."""
         rate = 0.0 if isinstance(self.rate, Tensor) else self.rate
         beta1, beta2 = self.betas
         logarithms = [math.log(beta) if beta else -math.inf for beta in self.betas]
@@ -80,7 +83,7 @@ class AdamWPlan:
             rank's part.
         states: states of the parameters: "step" () float32 on the device; "exp_avg" and "exp_avg_sq" with the memory
             layout of the parameter.
-        models: the model's weight for each parameter, or None.
+        models: for each parameter, the model's narrow weight; None if the model uses the parameter itself.
     """
 
     def __init__(

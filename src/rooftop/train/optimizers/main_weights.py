@@ -1,8 +1,8 @@
 """The weights that an optimizer updates: the model's own, or float32 copies if the model computes in a narrow dtype.
 
-A bfloat16 number has 8 bits of precision. So a bfloat16 weight would lose an update of less than 1/256 of its value,
-and a bfloat16 sum over micro-batches would lose small gradients. Therefore weights and gradients are kept in float32,
-and the rounded result of each step is written to the model.
+A bfloat16 number has 8 bits of precision. So a bfloat16 weight would lose every update of less than 1/512 of its
+value, and a bfloat16 sum over micro-batches would lose small gradients. Therefore weights and gradients are kept in
+float32, and the rounded result of each step is written to the model.
 
 The user may write to the model at any time: if a weight of the model differs from its rounded float32 copy, the next
 step first copies the model's weight to the float32 weight (`adopt`).
@@ -90,11 +90,11 @@ class MainWeights:
     def adopt(self, contents: bool = True) -> None:
         """Adopt values that were written to the model or to `named`, and tensors that replaced the model's parameters.
 
-        The trainer calls this before each step; no other call is needed.
+        `GptTrainer` calls this before each step, so its users need not call it.
 
         Args:
-            contents: whether to compare each weight of the model with its copy. If False, only check whether parameters
-                were replaced and whether weights in `named` were written to, which reads no weights.
+            contents: whether to compare each weight of the model with its copy. If False, no weights are read: only
+                check whether parameters were replaced and whether weights in `named` were written to.
 
         Raises:
             RuntimeError: a tensor that replaced a parameter cannot be adopted.
@@ -116,7 +116,8 @@ class MainWeights:
             self._gradients.saw(self._model_has.items(), only_main=True)
 
     def before_step(self, contents: bool) -> None:
-        """Call `adopt` between backward and the step. At this time a replaced parameter raises an error.
+        """Call `adopt` between backward and the step. At this time a replaced parameter is not adopted, but raises an
+        error.
 
         Raises:
             RuntimeError: a parameter was replaced.

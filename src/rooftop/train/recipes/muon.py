@@ -31,7 +31,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         model: the model whose hidden matrices Muon updates.
         groups: the result of `parameter_groups`; this class splits them between Muon and AdamW.
         given: optimizer options of a recipe: momentum and nesterov for Muon, betas and eps for AdamW.
-        how: `fused` or `foreach` for AdamW.
+        how: option of AdamW's implementation: {"fused": True} or {"foreach": True}.
 
     Raises:
         InputError: the groups contain no hidden matrix of the model.
@@ -128,7 +128,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> set[Tensor]:
-    """The weights of two or more dimensions, except embeddings and the model's last weight."""
+    """The parameters of kind "weight" with several rows and columns, except embeddings and the last such parameter of
+    the model, which belongs to the last layer."""
     kinds = kinds_of(model)
     embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
     found = [

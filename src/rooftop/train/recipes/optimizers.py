@@ -1,4 +1,7 @@
-"""Create the optimizer of a recipe: torch.optim's SGD, AdamW or Muon, fused for many parameters if available.
+"""Create the optimizer of a recipe: torch.optim's SGD, AdamW or Muon.
+
+SGD and AdamW update many parameters in each kernel: with `fused` if PyTorch supports `fused` for all parameters, or
+else with `foreach`.
 
 optimizer = optimizer_of(model, recipe)  # after the model is on its device
 """

@@ -1,8 +1,8 @@
 """Sort parameters into three kinds, each with its own weight decay: weights, parameters of norms, and biases.
 
 Networks train better if only weights decay (He et al. 2019, "Bag of Tricks for Image Classification with Convolutional
-Neural Networks", section 3.1, arXiv:1812.01187). Position tables, class tokens, scales, and every other parameter of
-one dimension count as biases, as in the recipes of Swin and DeiT.
+Neural Networks", section 3.1, arXiv:1812.01187). Outside norms, every parameter of one dimension counts as a bias. As
+in the recipes of Swin and DeiT, position tables, class tokens and learned scales also count as biases.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def rate_factor(schedule: Schedule, step: int, steps: int) -> float:
 
 
 def check_parts(schedule: Schedule) -> None:
-    """Check that warm-up and decay of a schedule fit into the run.
+    """Check that warm-up and decay of the schedule "wsd" fit into the run.
 
     Raises:
         InputError: the sum of both fractions is above 1.

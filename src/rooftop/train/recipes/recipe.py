@@ -3,8 +3,8 @@
     recipe = Recipe.of({"run": {"epochs": 20}, "optimizer": {"name": "adamw", "lr": 1e-3}})
     recipe = recipe.with_values(["mix.mixup=0.2", "ema.decay=0.999"])
 
-A switch that is off costs nothing. By default all optional techniques are off, except `run.sync_norms` and
-`run.sum_in_backward`.
+A switch that is off costs nothing. By default all optional techniques are off, except momentum, weight decay, the
+cosine schedule with its warm-up, `run.sync_norms` and `run.sum_in_backward`.
 """
 
 from __future__ import annotations
@@ -142,14 +142,14 @@ class Augment:
         crop: least area of a random crop, as a fraction of the image; 1: off. Source: Szegedy et al. 2015,
             arXiv:1409.4842.
         flip: probability of a horizontal flip. Source: Krizhevsky et al. 2012.
-        shift: maximum random shift, as a fraction of the side; 0: off.
+        shift: maximum random shift along each axis, as a fraction of the image's side; 0: off.
         jitter: strength of colour jitter: brightness, contrast and saturation change by factors within 1 +- jitter, in
             a random order; 0: off. Source: Howard 2013, arXiv:1312.5402.
         hue: maximum change of the hue in colour jitter, as a fraction of the colour circle, up to 0.5; 0: off.
         rand_augment: number of operations of RandAugment; 0: off. Source: Cubuk et al. 2020, arXiv:1909.13719.
         magnitude: strength of RandAugment's operations, from 0 to 10.
         rand_augment_on: "cpu" or "gpu": device that applies RandAugment's operations; both devices compute the same
-            pixels. On a GPU, Rooftop's image tasks set "gpu".
+            pixels. In a training on a GPU, the default of Rooftop's image tasks is "gpu".
         erase: probability of random erasing. Source: Zhong et al. 2020, arXiv:1708.04896.
         repeats: copies of each sample in a batch, each with its own augmentation. An epoch has the same number of steps
             as without repeats, so an epoch has fewer different samples. Source: Hoffer et al. 2020, arXiv:1901.09335.
@@ -229,8 +229,9 @@ class Evaluation:
 
     Attributes:
         every: epochs between evaluations; the last epoch is always evaluated.
-        patience: number of evaluations without improvement after which training stops; 0: never. Source: Prechelt 1998.
-        batch: batch size; 0: as in training.
+        patience: number of consecutive evaluations without a new best value of the task's `best` metric, after which
+            training stops; 0: never. Source: Prechelt 1998.
+        batch: samples per forward pass, summed over all ranks; 0: as in training, run.batch / run.accumulate.
     """
 
     every: float = 1.0

@@ -24,7 +24,8 @@ def ablation_heading(ablation: Ablation) -> str:
 
 
 def ablation_table(ablation: Ablation) -> Table:
-    """Format a table with a row for each switch. A switch with a positive worth helps."""
+    """Format a table with a row for each switch. A positive worth means that the switch helps on average over the
+    seeds; the last column says whether the worth is within noise."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, justify in zip(HEADINGS, ("left", "left", "right", "right", "right", "right", "left"), strict=True):
         table.add_column(name, justify=justify, no_wrap=justify == "right")  # type: ignore[arg-type]

@@ -266,7 +266,8 @@ def ablate(
     Args:
         recipe: the whole recipe.
         runs: the result of `runs_of`.
-        results: the result of `results_of`. With several ranks, read the results before any rank trains.
+        results: the result of `results_of`. With several ranks, all ranks must read the results before any rank trains,
+            so that all ranks train the same runs.
         train: trains one run, and may resume an interrupted run. If it raises DivergedError, the metric of the run is
             NaN.
         metric: name of the metric by which runs are compared; its value in the last evaluation counts.
@@ -327,7 +328,7 @@ def mean_of(values: Sequence[float]) -> float:
 
 
 def deviation_of(values: Sequence[float]) -> float:
-    """The standard deviation of two or more values; NaN if a value is not finite."""
+    """The sample standard deviation (divisor n - 1) of two or more values; NaN if a value is not finite."""
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 

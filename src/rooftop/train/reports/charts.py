@@ -81,7 +81,8 @@ def _series(name: str, points: Sequence[tuple[float, float]], mode: str, colour:
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
     """Reduce a curve to at most this many points.
 
-    Each point is the mean of the same number of neighbours; the last point may be the mean of fewer.
+    Each point stands for the same number of neighbours, the last point possibly for fewer: y is their mean, x is the x
+    of the last neighbour.
     """
     each = -(-len(points) // most)
     if each <= 1:

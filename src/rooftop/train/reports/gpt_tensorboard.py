@@ -48,7 +48,7 @@ class GptTensorBoard:
             self._writer = writer_class(str(folder), purge_step=after + 1 if after else None)
 
     def add(self, reports: Iterable[StepReport]) -> None:
-        """Write the values of reports to the disk, before the next checkpoint is saved."""
+        """Write the values of reports to the disk at once, so that they are there before the next checkpoint."""
         if self._writer is None:
             return
         with self._shielded():

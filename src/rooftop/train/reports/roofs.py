@@ -50,7 +50,7 @@ class TaskRoof:
     samples: int
 
     def percent(self, samples_per_s: float) -> float:
-        """The percentage of the roof that the rank reaches at this many samples per second."""
+        """The percentage of the fused roof that the rank reaches at this many samples per second."""
         return 100 * self.fused_ms / 1e3 * samples_per_s / self.samples
 
 
@@ -74,7 +74,8 @@ def task_roof(task: Any, model: nn.Module, recipe: Recipe, facts: Facts) -> Task
     """Compute the roof of a step of one rank.
 
     Raises:
-        InputError: the ceilings were not measured yet, or the step needs the values of tensors.
+        InputError: the ceilings were not measured yet, or the step's Python code needs the values of tensors, which
+            fake tensors lack.
         Exception: any error of the task on fake tensors.
     """
     device = next(model.parameters()).device

@@ -8,8 +8,9 @@
     a folder     of tar files in webdataset's layout, or with such tar files in train/ and val/; classes.txt in the
                  folder has one class name per line
 
-Images of at most `SMALL` pixels keep their size, and the model has a stem for small images. Larger images are cropped
-to 224 x 224.
+The first image determines the default size of all images. If its shorter side has at most `SMALL` pixels, all images
+are cropped to squares of this side, and the model has a stem for small images. Otherwise all images are cropped to
+224 x 224.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Family:
 def defaults_by_data(
     data: str | None, cuda: bool, *, of_digits: Values, of_folders: Values, of_folders_on_gpu: Values, gpu: Values = GPU
 ) -> Values:
-    """A recipe's defaults for digits or for folders of images, on the CPU or on a GPU."""
+    """A recipe's defaults for digits or for folders of images, for training on the CPU or (`cuda`) on a GPU."""
     if data in (None, DIGITS):
         return over(of_digits, gpu) if cuda else of_digits
     return over(over(of_folders, gpu), of_folders_on_gpu) if cuda else of_folders

@@ -7,9 +7,9 @@
                  training clips from the first four fifths of each video; the last fifth is held out
 
 On digits, the network predicts every frame and is trained with binary cross entropy. On videos, the colour network
-predicts the last frame and is trained with mean absolute error. Metrics are computed on held-out sequences, whose
-digits are not in the training set. The baseline is "copying": the error of a prediction that repeats frame t as frame
-t + 1.
+predicts the last frame and is trained with mean absolute error. Metrics are computed on held-out sequences; digits of
+held-out sequences are not in the training set. The baseline is "copying": the error of a prediction that repeats frame
+t as frame t + 1.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class TrainedNetwork(NextFrameNetwork):
 
 
 def next_frame_loss(model: nn.Module, videos: Tensor) -> Tensor:
-    """Loss of videos (N, T, H, W, C): binary cross entropy of all frames, or mean absolute error of the last frame."""
+    """Loss of videos (N, T, H, W, C), averaged over pixels: binary cross entropy of frames 1 to T - 1 if the network
+    predicts every frame, or else absolute error of the last frame."""
     logits = model(videos[:, :-1]).float()
     if logits.dim() == videos.dim():
         return F.binary_cross_entropy_with_logits(logits, videos[:, 1:])
@@ -199,8 +200,8 @@ class MovingDigits:
     Args:
         numbers: indices of the scikit-learn digits that move.
         count, frames, side, together: as for `moving_digits`.
-        first_seed: seed of the first video.
-        drawn: whether each epoch has new videos.
+        first_seed: seed of video 0; video i has the seed first_seed + i.
+        drawn: whether each epoch of a training has new videos, with random seeds below `HIGHEST_SEED`.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class Clips:
         return self.clips[self.numbers[index]].pixels.permute(0, 2, 3, 1).contiguous()
 
     def name(self, index: int) -> str:
-        """The file of a clip, and the clip's first frame in the file."""
+        """The name of a clip: its file, and the number of its first frame in the file."""
         file, first = self.clips.place(self.numbers[index])
         return f"{self.clips.readers[file].source.name}, frame {first}"
 

@@ -97,7 +97,8 @@ def build(data: str | None, recipe: Recipe) -> Task:
     """Build the task.
 
     Raises:
-        InputError: the folder does not exist, the annotations have a different format, or the recipe does not fit.
+        InputError: the folder does not exist, the annotations are not in COCO's format, or the recipe does not fit the
+            model or the data.
         MissingExtraError: scipy or pycocotools is needed and not installed.
     """
     generated = data in (None, BY_HEART, NEW)
@@ -190,7 +191,8 @@ class DrawnShapes(CocoDataset):
     """A fixed set of pictures of shapes, kept in memory.
 
     Args:
-        seed: seed of the first batch; the same seed gives the same pictures.
+        count, side: number of pictures, and side of a picture in pixels.
+        seed: seed of all pictures; the same seed gives the same pictures.
     """
 
     def __init__(self, count: int, side: int, seed: int) -> None:

@@ -78,7 +78,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
     """Build the task; `Options` lists the names in model.options.
 
     Raises:
-        InputError: the data or an option is unknown.
+        InputError: the data or an option is unknown, or the recipe sets model.weights.
     """
     kind, _, named = (data or SCANS).partition(":")
     name = named or "street"
@@ -165,7 +165,8 @@ class Voxels(NamedTuple):
 
     Attributes:
         sites: the V voxels, with FEATURES channels.
-        labels: int64 (V,), the most frequent label of the voxel's points; -1 if unknown.
+        labels: int64 (V,), the most frequent label of up to `SLOTS` points of the voxel; -1 if all these labels are
+            unknown.
         of_point: int64 (N,), the voxel of each point, in the order of the clouds.
     """
 
@@ -231,7 +232,7 @@ class Scans:
 
     Args:
         setting: the kind of scene, and its scanner.
-        first_seed, count: first seed, and number of scans.
+        first_seed, count: seed of scan 0, and number of scans; scan i has the seed first_seed + i.
         voxel_m: edge of a voxel in metres.
         changing: whether to vary each scan at random in training.
     """
@@ -343,7 +344,8 @@ def _examples(scans: Scans, model: nn.Module, device: torch.device) -> list[tupl
 
 
 def drawn(cloud: Cloud, said: Tensor, setting: Setting) -> Image.Image:
-    """Draw the true labels of a cloud (heights if the labels are unknown), the predicted labels, and the errors."""
+    """Draw the true labels of a cloud, the predicted labels, and the errors. If the true labels are unknown, draw the
+    heights of the points and the predicted labels."""
     xyz, said = cloud.xyz.cpu(), said.cpu()
     intensity, truth = (None if each is None else each.cpu() for each in cloud[1:])
     palette = torch.tensor(list(setting.classes.values()), dtype=torch.uint8)

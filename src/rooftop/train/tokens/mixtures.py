@@ -125,7 +125,11 @@ def open_mixture(words: Sequence[str], kind: str | None = None, option: str = OP
 
 
 def paths_of(words: Sequence[str], option: str = OPTION) -> list[Path]:
-    """List all files that `open_mixture` may read for these words. Raises the errors of `open_mixture`."""
+    """List all paths that `open_mixture` may read for these words, without reading them.
+
+    Raises:
+        InputError: a weight has no path, or only some paths have weights.
+    """
     paths, _ = _pairs(words, option)
     return [Path(f"{path}{end}") for path in paths for end in ("", ".bin", ".idx")] + [
         path.with_suffix(end) for path in paths if path.suffix in (".bin", ".idx") for end in (".bin", ".idx")

@@ -7,9 +7,9 @@ ratio of the means at odd and even positions decides:
 | two neighbouring numbers are | mean at odd positions divided by mean at even positions |
 |---|---|
 | two halves of one number | below 1/64: with 256 thousand tokens, the upper half of a token is at most 3 |
-| two separate numbers | near 1 |
+| two separate numbers | near 1: from 1/4 to 4 |
 
-A ratio between these ranges raises an error, and so do bytes and big-endian numbers.
+Any other ratio raises an error. Bytes and big-endian numbers also raise errors.
 """
 
 from __future__ import annotations

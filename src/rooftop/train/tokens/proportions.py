@@ -7,6 +7,7 @@ drawn. Among these sources, the draw selects the source that would fall below th
 Source: Tijdeman 1980, "The chairman assignment problem".
 
 Integer arithmetic avoids accumulated rounding. The period of the draws is the common denominator of the weights.
+Weights whose common denominator exceeds `FINEST` are rounded first.
 """
 
 from __future__ import annotations

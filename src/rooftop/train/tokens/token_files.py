@@ -75,8 +75,8 @@ def binary_numbers(path: Path, kind: str | None = None) -> Numbers:
             detected.
 
     Raises:
-        InputError: the file contradicts its header or index, `kind` contradicts the stated type, or no type is stated
-            and the numbers are ambiguous.
+        InputError: the file has a different format, such as gzip, or contradicts its header or index; `kind`
+            contradicts the stated type; or no type is stated and the numbers are ambiguous.
     """
     index = index_beside(path)
     if index is not None:

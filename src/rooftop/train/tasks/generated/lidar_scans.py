@@ -5,8 +5,8 @@ steps, and its vertically stacked beams measure at each step. `cast` finds the f
 on any device.
 
 The difficulties of real scans are simulated too. Ranges have noise, many rays that hit dark or slanted surfaces are
-lost, and rays enter foliage. A street is scanned from only one position, and the scanner is rarely level. The same seed
-gives the same scene on every machine, and the same scan on every device of one type.
+lost, and rays enter foliage. A street is scanned from only one position, by a scanner that is rarely level. The same
+seed gives the same scene on every machine, and the same scan on every device of one type.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Solids(NamedTuple):
 
     Attributes:
         kinds: how many solids are boxes, cylinders and ellipsoids.
-        center, half: float32 (S, 3).
+        center, half: float32 (S, 3), as in `Solid`.
         turn: float32 (S, 2), cosine and sine of the yaw.
-        label: int64 (S,).
-        reflectivity, depth_m: float32 (S,).
+        label: int64 (S,), as in `Solid`.
+        reflectivity, depth_m: float32 (S,); `depth_m` as in `Material`.
     """
 
     kinds: tuple[int, int, int]
@@ -100,8 +100,9 @@ def cast(solids: Solids, origin: Tensor, directions: Tensor) -> Hits:
     inside each of these shapes for one interval. The ray hits the solid where the last of these intervals begins, if
     none of the intervals has ended before.
 
-    Rays are processed in sectors of equal size, each with only the solids that reach into the sector. So rays should be
-    ordered by heading. The host waits for the device once, to select the solids of all sectors.
+    Rays are processed in `SECTORS` sectors of equally many consecutive rays, each with only the solids that reach into
+    the sector. So rays should be ordered by heading. The host waits for the device once, to select the solids of all
+    sectors.
     """
     parts = directions.chunk(SECTORS)
     reaching = torch.stack([_reaches(solids, origin, part) for part in parts]).cpu()
@@ -205,8 +206,9 @@ class Scanner:
         lowest_deg, highest_deg: elevations of the beams.
         farthest_m: maximum measured distance.
         noise_m: standard deviation of a measured range.
-        weakest: reflectivity at which half of the rays from a distance of `farthest_m` / 2 are lost.
-        lost: fraction of rays that are lost at random.
+        weakest: reflectivity at which half of the rays are lost that hit a surface at a right angle, at a distance of
+            `farthest_m` / 2.
+        lost: fraction of rays that are lost at random, at any distance.
     """
 
     beams: int
@@ -298,7 +300,8 @@ SETTINGS = {
 
 
 def simulate(setting: Setting, seed: int, device: torch.device | str = "cpu") -> Scan:
-    """Generate a scene from a seed and scan it, in a frame with random heading. The host waits for the device."""
+    """Generate a scene from a seed and scan it, in a frame with random heading, pitch and roll. The host waits for the
+    device."""
     device, chance = torch.device(device), Random(seed)
     solids, places = setting.build(chance)
     found = scan(as_tensors(solids, chance, device), setting.scanner, torch.tensor(places).to(device), seed)

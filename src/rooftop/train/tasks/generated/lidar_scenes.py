@@ -203,7 +203,8 @@ def house(chance: Random, wide: float, deep: float) -> list[Solid]:
 
 
 def block(chance: Random, left: float, right: float, curb: float, walk: float) -> list[Solid]:
-    """A block between two crossings, from left to right, beyond the curb at y = curb."""
+    """One side of a stretch of street, from x = left to x = right: vehicles parked at the curb y = curb, and beyond the
+    curb a sidewalk of width `walk` with people, trees and poles, then a lawn with houses."""
     front = curb + walk
     middle, half = (left + right) / 2, (right - left) / 2
     parts = [
@@ -370,7 +371,7 @@ def lamp(chance: Random, ceiling: float) -> list[Solid]:
 
 
 def room(chance: Random) -> tuple[list[Solid], list[Place]]:
-    """A furnished room, with the scanner on a tripod at two or three positions."""
+    """A furnished room, with the scanner on a tripod at up to three positions."""
     a, b, tall = chance.uniform(2.2, 4.2), chance.uniform(1.8, 3.2), chance.uniform(2.4, 3.1)
     parts = [
         Solid(BOX, FLOOR, (0, 0, -0.1), (a + 1, b + 1, 0.1), WOOD),
