@@ -100,14 +100,14 @@ def segment_reduce_backward(call: Call) -> Cost:
 def scattering(addressed: Callable[[Call], int], flops: int = 0, *, accumulates: bool | str = False) -> Formula:
     """A formula for an operator that writes elements of `self` at computed positions.
 
-    In place, the operator accesses only these elements. Out of place, the operator writes a full copy of `self`, and
-    reads the elements that it does not overwrite.
+    In place, the operator accesses only these elements. Out of place, the operator writes a full copy of `self`. It
+    reads the elements that it does not overwrite; if it accumulates, it reads all elements.
 
     Args:
         addressed: the number of elements that the indices address.
-        flops: flops per element, if the operator accumulates.
-        accumulates: whether the old value is needed. A str names an argument: the old value is needed if that argument
-            is given and true.
+        flops: flops per addressed element, if the operator accumulates.
+        accumulates: whether the old value of an addressed element is needed. A str names an argument: the old value is
+            needed if that argument is given and true.
     """
 
     def formula(call: Call) -> Cost:
