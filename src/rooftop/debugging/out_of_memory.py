@@ -171,7 +171,11 @@ def explain_memory(
 
 
 def memory_error_in_words(error: BaseException) -> str | None:
-    """The beginning of an out-of-memory error's message, for errors on a GPU or CPU; None for any other error."""
+    """A short text about an out-of-memory error of a GPU or of the CPU; None for any other error.
+
+    The text is the beginning of the error's message. For PyTorch's RuntimeError on the CPU, the text says how much
+    memory the CPU could not allocate.
+    """
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(str(error).split(". ")[:2]).split("\n")[0].rstrip(".") or type(error).__name__
     if isinstance(error, MemoryError):

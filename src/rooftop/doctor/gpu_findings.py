@@ -31,8 +31,8 @@ LIBRARIES_DIFFER = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH
 
 
 class DriverAnswer(NamedTuple):
-    """The answer of NVML: the driver, the newest CUDA version that it supports, and the GPUs; or the error and its
-    number."""
+    """The answer of NVML: the driver's version, the newest CUDA version that the driver supports, and the number of
+    GPUs. If NVML reports an error: its text and NVML's error code."""
 
     version: str = ""
     cuda: tuple[int, int] = (0, 0)
@@ -216,7 +216,7 @@ def cudnn_part(part: str) -> Finding | None:
 
 
 def nccl_part(part: str) -> Finding | None:
-    """Check NCCL, if there are at least two GPUs."""
+    """Check that torch is built with NCCL, if there are at least two GPUs."""
     if not gpu_usable() or torch_here().cuda.device_count() < 2:
         return None
     torch = torch_here()

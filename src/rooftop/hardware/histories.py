@@ -152,7 +152,8 @@ class History:
     def lower(self) -> list[Lower]:
         """Figures of the last measurement that are lower than the history's best values. The best values stay.
 
-        For memory, only figures that determine the rate of a working set count. The largest differences come first.
+        For each working set, only its best bandwidth figure counts, and its best in-place figure. The largest
+        differences come first.
         """
         last, best = self.measurements[-1], best_of(measurement.figures for measurement in self.measurements)
         deciding = {name for names in _by_working_set(best).values() for name in _deciding(names, best)}
