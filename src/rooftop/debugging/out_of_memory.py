@@ -342,7 +342,8 @@ def explanation_of(
     """The explanation of an allocator's snapshot (`torch.cuda.memory._snapshot`).
 
     Args:
-        snapshot: the allocator's snapshot. The "user_metadata" of its trace entries holds the marks of modules.
+        snapshot: the allocator's snapshot. The "user_metadata" of each trace entry names the module or optimizer that
+            was running.
         memory: allocated, reserved, free and total bytes of the GPU.
         known: maps an address to the tensor that starts at this address.
         device: index of the GPU in the snapshot.

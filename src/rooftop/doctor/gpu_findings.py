@@ -174,8 +174,9 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Whether code built for these targets ("sm_80", "sm_90a", "compute_90") runs on a GPU of this compute capability.
 
     Machine code for version x.y runs on GPUs of the versions x.z with z >= y. PTX ("compute_") runs on its own version
-    and all later versions. With the suffix "a", machine code and PTX run only on their own version (CUDA C++
-    Programming Guide, "Binary compatibility" and the following sections).
+    and all later versions; with the suffix "f", only on the versions on which machine code of its version runs. With
+    the suffix "a", machine code and PTX run only on their own version (CUDA C++ Programming Guide, "Binary
+    compatibility" and the following sections).
     """
     for architecture in architectures:
         code = _capability(architecture)
