@@ -115,7 +115,7 @@ def _expanded(tensor: Tensor, dimensions: Sequence[int]) -> tuple[int, ...]:
 
 @cost_of(*aten("linear mkldnn_linear"))
 def linear(call: Call) -> Cost:
-    """Cost of a linear layer that a back end computes as one operator: nested tensors, opaque layouts."""
+    """Cost of a linear layer that PyTorch runs as one operator, as it does for nested tensors and opaque layouts."""
     source, weight, bias = call.read_tensors[0], call["weight"], call["bias"]  # (..., k), (n, k), (n,)
     flops = merged(
         matrix_flops(source, source.numel() * weight.shape[0]),

@@ -88,8 +88,8 @@ cost_of(*aten("_sparse_log_softmax_backward_data _sparse_softmax_backward_data")
 
 @cost_of("aten::sparse_sampled_addmm")
 def sampled_product(call: Call) -> Cost:
-    """`beta * self + alpha * (mat1 @ mat2)` at the stored elements of `self`. Each of them takes 2 * k flops, where k
-    is the inner dimension of the product, plus the arithmetic of beta and alpha."""
+    """`beta * self + alpha * (mat1 @ mat2)` at the stored elements of `self`. Each stored element takes 2 * k flops,
+    where k is the inner dimension of the product, plus the arithmetic of beta and alpha."""
     pattern, left, right = call["self"], call["mat1"], call["mat2"]  # (m, n) sparse, (m, k), (k, n)
     beta, alpha = call["beta"], call["alpha"]
     count, depth = stored_elements(call.out), left.shape[-1]
