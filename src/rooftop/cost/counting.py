@@ -39,9 +39,9 @@ class TensorSpec:
 
     Attributes:
         channels_last: whether the tensor is a batch of images, or convolution weights, in channels last format.
-        memory: a number for the tensor's memory. Views of one tensor have the same number. A new tensor that reuses the
-            memory of a released tensor has the released tensor's number. 0 if the tensor owns no memory. Comparisons of
-            specs ignore this number.
+        memory: an identifier of the tensor's storage. Views of one tensor have the same identifier. After a tensor is
+            released, a new tensor may get its identifier. 0 for a nested or sparse tensor and for an opaque layout.
+            Comparisons of specs ignore the identifier.
     """
 
     shape: Shape
@@ -85,16 +85,16 @@ class Record:
     Attributes:
         name: schema name, e.g. "aten::convolution".
         shapes: shape of each input tensor, in order; () for a nested tensor, which has no shape.
-        dtype: dtype of the first floating-point input, e.g. "bfloat16". If there is no such input, dtype of the first
-            input or output.
+        dtype: dtype of the first floating-point or complex input, e.g. "bfloat16". If there is no such input, dtype of
+            the first input. For an operator without inputs, the same rule applies to its outputs.
         device: the device on which the operator ran, e.g. "cuda:0".
         scope: the module that called the operator (see `rooftop.analysis`); "" outside all modules.
         phase: "forward", "backward" or "optimizer".
         cost: None if the operator is uncovered.
         uncovered: why there is no cost; "" if there is a cost.
-        place: the line of the program ("train.py:12") that called the operator, if the operator makes the host wait for
-            a GPU, or a GPU wait for the host's memory. "" for other operators, and if no line of the program is running
-            (backward).
+        place: the line of the program ("train.py:12") that called the operator, if the host waits for the operator's
+            result from a GPU, or the operator copies between host and GPU. "" for other operators, and if no line of
+            the program is running (backward).
         spec: the call in repeatable form, for PyTorch's own operators.
         inputs, outputs: the operator's tensors, in order; empty in the optimizer, and if only the profiler recorded the
             operator.
@@ -129,8 +129,8 @@ class CountingMode(ObservingMode):
 
     Args:
         locate: called at each operator, returns its (scope, phase).
-        around: called with the record's index, returns a context manager around the operator, such as a label of the
-            profiler.
+        around: called with the record's index in `records`, returns a context manager around the operator, such as a
+            label of the profiler.
         limit: after this many records, operators run unrecorded, and `full_at` has the time at which the limit was
             reached (`time.perf_counter`).
     """
@@ -265,8 +265,9 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
 
 
 def title_of(call: Call) -> str:
-    """The name in reports of an operator whose schema name is ambiguous. A transposed convolution or its backward gets
-    torch.nn.functional's name; every other operator gets ""."""
+    """The name in reports of an operator whose schema name is ambiguous. A transposed convolution gets
+    torch.nn.functional's name ("aten::conv_transpose2d"), its backward the same name with "_backward". Every other
+    operator gets ""."""
     namespace, _, name = call.func._schema.name.partition("::")
     if (
         namespace != "aten"
@@ -332,8 +333,8 @@ def _place(name: str, tensors: Sequence[Tensor], out: Any) -> str:
 
 
 def counted(call: Call) -> tuple[Cost | None, str]:
-    """The cost of a call by its formula, with in-place changes marked as shared. If there is no cost: None and the
-    reason."""
+    """The cost of a call by its formula. Bytes that an in-place call both reads and writes are marked as shared
+    (`Cost.shared_bytes`). If there is no cost: None and the reason."""
     formula = formula_for(call.func)
     if formula is None:
         return None, "no formula"

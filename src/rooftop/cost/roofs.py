@@ -2,10 +2,11 @@
 
     roof = max(bytes / rate, flops / peak, kernel_floor)
 
-`rate` is the fastest rate measured for a working set of this size. Some measurements begin right after a kernel wrote
-the input, so the rate for small tensors is the rate of the cache that holds them. Memory that is both read and written
-has a separate rate. `peak` is the fastest matrix rate measured for the precision, `kernel_floor` the duration of the
-shortest kernel. An operator that is faster than its roof raises the ceiling that set the roof.
+`rate` is an upper bound of the bandwidth for a working set of this size (see `Ceilings.rate`). Some measurements begin
+right after a kernel wrote the input, so the rate for small tensors is the rate of the cache that holds them. Memory
+that is both read and written has a separate rate. `peak` is the fastest matrix rate measured for the precision,
+`kernel_floor` the duration of the shortest kernel. An operator that is faster than its roof raises the ceilings that
+the operator exceeded, or lowers the kernel floor.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ def _memory_ms(cost: Cost, ceilings: Ceilings) -> float:
 
 
 MOST_RAISE = 1.5
-"""An operator that exceeds its roof by more than this factor has a wrong cost or a wrong time, because no ceiling is
-that far off."""
+"""An operator that is faster than its roof by more than this factor has a wrong cost or a wrong time, because no
+ceiling is that far off."""
 
 
 def raise_ceilings(ceilings: Ceilings, cost: Cost, ms: float, by: str) -> Ceilings:
     """Raise ceilings so that work that took `ms` is not faster than its roof.
 
-    Each ceiling that alone would give a roof longer than `ms` is raised to the rate that the work reached. The other
-    ceilings stay unchanged.
+    Each ceiling that alone would give a roof longer than `ms` is raised to the rate that the work reached. A kernel
+    floor longer than `ms` is lowered to `ms`. The other ceilings stay unchanged.
 
     Args:
         cost: cost of one operator.
@@ -71,7 +72,7 @@ def raise_ceilings(ceilings: Ceilings, cost: Cost, ms: float, by: str) -> Ceilin
         by: text that names the operator in the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
 
     Raises:
-        ValueError: the operator exceeds its roof by more than the factor `MOST_RAISE`.
+        ValueError: the roof is more than `MOST_RAISE` times as long as `ms`.
     """
     before = roof(cost, ceilings)
     if before.ms > MOST_RAISE * ms:

@@ -171,7 +171,11 @@ def explain_memory(
 
 
 def memory_error_in_words(error: BaseException) -> str | None:
-    """The beginning of an out-of-memory error's message, for errors on a GPU or CPU; None for any other error."""
+    """A short text about an out-of-memory error of a GPU or of the CPU; None for any other error.
+
+    The text is the beginning of the error's message. For PyTorch's RuntimeError on the CPU, the text says how much
+    memory the CPU could not allocate.
+    """
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(str(error).split(". ")[:2]).split("\n")[0].rstrip(".") or type(error).__name__
     if isinstance(error, MemoryError):
@@ -338,7 +342,8 @@ def explanation_of(
     """The explanation of an allocator's snapshot (`torch.cuda.memory._snapshot`).
 
     Args:
-        snapshot: the allocator's snapshot. The "user_metadata" of its trace entries holds the marks of modules.
+        snapshot: the allocator's snapshot. The "user_metadata" of each trace entry names the module or optimizer that
+            was running.
         memory: allocated, reserved, free and total bytes of the GPU.
         known: maps an address to the tensor that starts at this address.
         device: index of the GPU in the snapshot.

@@ -32,7 +32,7 @@ from rooftop.words import in_a_line
 
 
 def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
-    """Check the named parts one after another (None: all parts). The diagnosis takes seconds, runs tiny kernels on the
+    """Check the given parts one after another (None: all parts). The diagnosis takes seconds, runs tiny kernels on the
     GPUs, and changes nothing."""
     findings = []
     for name, check, needed in PARTS if parts is None else parts:

@@ -17,10 +17,10 @@ from rooftop.errors import MissingExtraError
 
 
 class Extra(NamedTuple):
-    """A package that one of Rooftop's extras installs.
+    """A package that one of Rooftop's extras (optional dependencies) installs.
 
     Attributes:
-        name: name of the extra.
+        name: name of the extra, not of the package.
         module: name to import.
         package: name to install.
         use: text that says what the package is for.
@@ -33,7 +33,7 @@ class Extra(NamedTuple):
 
 
 def missing(extras: Iterable[Extra]) -> list[Extra]:
-    """The extras whose module cannot be found. Nothing is imported."""
+    """The packages that are not installed: Python does not find their module. Nothing is imported."""
     return [each for each in extras if find_spec(each.module) is None]
 
 

@@ -31,8 +31,8 @@ LIBRARIES_DIFFER = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH
 
 
 class DriverAnswer(NamedTuple):
-    """The answer of NVML: the driver, the newest CUDA version that it supports, and the GPUs; or the error and its
-    number."""
+    """The answer of NVML: the driver's version, the newest CUDA version that the driver supports, and the number of
+    GPUs. If NVML reports an error: its text and NVML's error code."""
 
     version: str = ""
     cuda: tuple[int, int] = (0, 0)
@@ -174,8 +174,9 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Whether code built for these targets ("sm_80", "sm_90a", "compute_90") runs on a GPU of this compute capability.
 
     Machine code for version x.y runs on GPUs of the versions x.z with z >= y. PTX ("compute_") runs on its own version
-    and all later versions. With the suffix "a", machine code and PTX run only on their own version (CUDA C++
-    Programming Guide, "Binary compatibility" and the following sections).
+    and all later versions; with the suffix "f", only on the versions on which machine code of its version runs. With
+    the suffix "a", machine code and PTX run only on their own version (CUDA C++ Programming Guide, "Binary
+    compatibility" and the following sections).
     """
     for architecture in architectures:
         code = _capability(architecture)
@@ -216,7 +217,7 @@ def cudnn_part(part: str) -> Finding | None:
 
 
 def nccl_part(part: str) -> Finding | None:
-    """Check NCCL, if there are at least two GPUs."""
+    """Check that torch is built with NCCL, if there are at least two GPUs."""
     if not gpu_usable() or torch_here().cuda.device_count() < 2:
         return None
     torch = torch_here()

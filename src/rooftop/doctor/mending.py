@@ -36,8 +36,8 @@ def pip(*requirements: str, options: str = "") -> str:
 
 
 def has_pip() -> bool:
-    """Whether this Python has pip. The function searches the path itself, because setuptools hooks
-    `importlib.util.find_spec("pip")` and mistakes this call for a run of pip. After that, setuptools cannot be imported
+    """Whether this Python has pip. The function searches the path itself, without `importlib.util.find_spec("pip")`,
+    because a hook of setuptools mistakes that call for a run of pip. After such a call, setuptools cannot be imported
     in this process, and torch.compile fails on a CPU."""
     return PathFinder.find_spec("pip") is not None
 

@@ -116,8 +116,8 @@ def torch_extensions() -> list[Extension]:
 
 
 def why_not_loaded(extensions: Sequence[Extension]) -> list[str]:
-    """Each package's problem with this torch, in one line; "" if there is none. A package for another torch is not
-    imported."""
+    """Each package's problem with this torch, in one line; "" if there is none. A package that requires another version
+    of torch is not imported."""
     torch = version_of("torch")
     asked = {each: asked_by(each.package)["torch"] for each in extensions}
     why = {each: f"asks for torch{spec}, and torch is {torch}" for each, spec in asked.items() if not fits(torch, spec)}

@@ -48,7 +48,8 @@ class MemoryPoint:
     raised_in_place: float = 0.0
 
     def measured(self, in_place: bool = False) -> bool:
-        """Whether a probe measured any of these bandwidths. Rates that operators of a program reached do not count."""
+        """Whether a probe measured any of these bandwidths. `update` counts only with `in_place`. Rates that operators
+        of a program reached do not count."""
         return any((self.read, self.write, self.copy, self.triad, self.cast, in_place and self.update))
 
     @property
@@ -58,8 +59,8 @@ class MemoryPoint:
 
     @property
     def best_in_place(self) -> float:
-        """The best rate of work that overwrites its input. Each byte is read and then written at the same address, so a
-        cache serves it twice."""
+        """The best rate of work that overwrites its input. Each byte is read and then written at the same address, so
+        the write finds the address in a cache."""
         return max(self.best, self.update, self.raised_in_place)
 
 
@@ -125,8 +126,8 @@ class Ceilings:
 
         Start at the largest measured working set that is not larger than this working set. The bound is the fastest
         rate of any pattern at that or at any larger working set. So the bound is never too low, and never rises with
-        the working set. A rate that an operator reached also counts for smaller working sets, down to the next smaller
-        measured working set.
+        the working set. A rate that an operator reached at a working set that no probe measured also counts for larger
+        working sets, up to the next measured one.
 
         Args:
             in_place: whether the work overwrites its input.
@@ -181,8 +182,12 @@ class Ceilings:
         return self._with(f"flops {precision}", before, flops[precision], by, flops=flops)
 
     def raised_memory(self, working_set_bytes: int, rate: float, by: str, in_place: bool = False) -> Ceilings:
-        """Raise the ceilings so that an operator with this working set and bandwidth, bytes/s, is not faster than its
-        roof.
+        """Raise the ceilings so that an operator with this working set and this bandwidth is not faster than its roof.
+
+        Args:
+            rate: the bandwidth that the operator reached, bytes/s.
+            by: text that names the operator in the history, as in `raised`.
+            in_place: whether the operator overwrites its input.
 
         Raises:
             ValueError: the rate is not a positive number.
@@ -285,7 +290,8 @@ class Ceilings:
 
 def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple[MemoryLevel, ...]:
     """For each cache, the fastest rate among the working sets that fit into this cache but into no smaller cache. For
-    DRAM, the fastest rate among working sets beyond all caches.
+    DRAM, the fastest rate among the working sets of at least `BEYOND` times the largest cache; if there are none, the
+    rate of the largest working set.
     """
     levels, floor = [], 0
     for name, capacity in caches.items():

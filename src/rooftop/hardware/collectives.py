@@ -1,8 +1,9 @@
 """Measure the rates of collectives between the devices of this machine, as bus bandwidth.
 
-Bus bandwidth is the least number of bytes that each link must carry, divided by the time. It can be compared with the
-rate of the links, for any collective and any number of devices. By the convention of nccl-tests, an all-reduce of S
-bytes over n devices counts 2 * (n - 1) / n * S bytes, and an all-gather to S bytes counts (n - 1) / n * S bytes.
+Bus bandwidth is the least number of bytes that each device's link must carry, divided by the time. So bus bandwidth can
+be compared with the rate of a link, for any collective and any number of devices. By the convention of nccl-tests, an
+all-reduce of S bytes over n devices counts 2 * (n - 1) / n * S bytes, and an all-gather to S bytes counts
+(n - 1) / n * S bytes.
 
 Each device gets its own process, so that a collective that hangs can be ended. The processes run this file, not the
 calling script, so the script needs no `__main__` guard.

@@ -162,7 +162,7 @@ class Crossover:
 
     @property
     def unsteady(self) -> tuple[int, ...]:
-        """The sizes at which a variant's time varied by more than 10%."""
+        """The sizes at which the spread of a variant's times (see `Timing`) is more than 10%."""
         return tuple(
             p.size
             for p in self.points
@@ -210,7 +210,8 @@ def measure_crossover(
 
     Args:
         operation: one of `OPERATIONS`.
-        sizes: the sizes to measure; None: the operation's default sizes, up to the first slow CPU call.
+        sizes: the sizes to measure; None: the operation's default sizes, up to and including the first at which the CPU
+            takes more than 100 ms.
         dtype: one of `DTYPES`.
         device: the GPU. "cpu" is also accepted, and compares the CPU with itself, to test this function.
         progress: called with (the current measurement, fraction done).

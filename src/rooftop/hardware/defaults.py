@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def usual_defaults() -> Iterator[None]:
-    """Within the block, make float32 and the CPU the defaults, and switch the program's modes off. Restore the
-    program's settings afterwards.
+    """Within the block, make float32 and the CPU the defaults, and switch the program's modes (torch function and
+    dispatch modes) off. Restore the program's settings afterwards.
     """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

@@ -52,7 +52,7 @@ class _Pattern:
 
 
 def working_sets(l2_bytes: int, free_bytes: int) -> list[int]:
-    """The sizes to measure, in ascending order. Each size takes at most half of the free memory."""
+    """The sizes of working sets to measure, in bytes, in ascending order. No size exceeds half of the free memory."""
     around = (int(l2_bytes * share) // MIB * MIB for share in AROUND_L2)
     sizes = sorted({*SMALL_SETS, *around, *LARGE_SETS})
     return [size for size in sizes if 0 < size <= free_bytes // 2]

@@ -66,7 +66,7 @@ class Product:
     """A matrix product to try: (m, k) times (k, n).
 
     Attributes:
-        layout: "nn", "nt", "tn": which operand is a transposed view.
+        layout: "nn", "nt" or "tn": a letter for the left and one for the right operand; "t" is a transposed view.
         bias: whether the same call adds a bias.
         batch: batch size of `bmm`.
     """

@@ -87,7 +87,7 @@ def collection_paused(collect: bool = True) -> Iterator[None]:
     """Disable garbage collection in the `with` block, because freeing another graph's memory would end a capture.
 
     Args:
-        collect: whether to collect garbage before the block, which takes about 0.1 s in a large process.
+        collect: whether to collect garbage once before the block. This collection takes about 0.1 s in a large process.
     """
     if collect:
         gc.collect()

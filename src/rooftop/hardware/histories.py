@@ -1,7 +1,8 @@
-"""The history of a machine's ceilings: every measurement and every raise, dated, with its conditions.
+"""The history of a machine's ceilings: measurements and raises, dated, and each measurement with its conditions.
 
 A ceiling is the best value in its history. So a measurement under load lowers no ceiling. If two processes measure at
-once, no measurement is lost: histories are merged like sets, so the order does not matter.
+once, no measurement is lost: histories are merged like sets, so the order does not matter. A history with too many
+measurements drops the oldest, but never one that has the best value of a figure.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Lower:
-    """A figure that is lower than an earlier value. The earlier value is kept."""
+    """A figure of the last measurement that is worse than an earlier value: a lower rate or a longer time. The earlier
+    value is kept."""
 
     figure: str
     new: float
@@ -92,14 +94,15 @@ class Lower:
 
 @dataclass(frozen=True)
 class History:
-    """All measurements and raises of one machine."""
+    """The measurements and raises of one machine. Of many measurements, only the last ones are kept, and those that
+    have the best value of a figure."""
 
     machine: Machine
     measurements: tuple[Measurement, ...]
     raises: tuple[Raise, ...] = field(default=())
 
     def merged(self, other: History) -> History:
-        """The union of two histories, with the description of the machine from the newer history."""
+        """The measurements and raises of two histories, with the description of the machine from the newer history."""
         newer = max(self, other, key=lambda history: (history.measurements[-1].at, _text(history.machine)))
         measurements = _union(self.measurements, other.measurements)
         return History(newer.machine, _kept(measurements), _union(self.raises, other.raises))
@@ -150,9 +153,11 @@ class History:
         )
 
     def lower(self) -> list[Lower]:
-        """Figures of the last measurement that are lower than the history's best values. The best values stay.
+        """Figures of the last measurement that are worse (a lower rate or a longer time) than the history's best
+        measured values. The best values stay.
 
-        For memory, only figures that determine the rate of a working set count. The largest differences come first.
+        For each working set, only its best bandwidth figure counts, and its best in-place figure. The largest
+        differences come first.
         """
         last, best = self.measurements[-1], best_of(measurement.figures for measurement in self.measurements)
         deciding = {name for names in _by_working_set(best).values() for name in _deciding(names, best)}

@@ -1,4 +1,4 @@
-"""Measure the durations of a call's kernels with the profiler, which also times operators.
+"""Measure the durations of a call's kernels with PyTorch's profiler, which also times the operators of a program.
 
 Events around back-to-back launches measure something else: they include the gaps between kernels, and a chip that is
 busy for long lowers its clocks. Here each call runs alone between two markers, and the profiler returns the duration of

@@ -1,4 +1,4 @@
-"""Explain why a tensor is too large: for any tensor, or for the host's memory."""
+"""Explain why a tensor is too large: it has more bytes than a tensor can have, or than the host's memory has free."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def too_large(what: str, size_bytes: int) -> str:
 
 
 def check_host_memory(what: str, size_bytes: int, error: BaseException) -> None:
-    """Raise `MemoryError` if `error` is the RuntimeError that PyTorch raises when the host has too little memory."""
+    """Raise `MemoryError` if `error` is the RuntimeError that PyTorch raises when the host has too little memory.
+    Return after any other error."""
     if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
         free = psutil.virtual_memory().available
         raise MemoryError(

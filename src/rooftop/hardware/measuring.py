@@ -42,7 +42,7 @@ def measure_ceilings(
     Args:
         device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
         refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements is kept.
-            `ceilings_history` shows all measurements; `forget_ceilings` discards all.
+            `ceilings_history` shows the kept measurements; `forget_ceilings` discards them.
         progress: called with (the current measurement, fraction done).
         precisions: the matrix rates that are needed ("bf16"); None for all. Precisions that the device lacks are
             omitted.
@@ -96,7 +96,7 @@ def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilin
 
 
 def ceilings_history(device: torch.device | str | None = None) -> History | None:
-    """All measurements of a device under the present driver and versions; None if there are none.
+    """The kept measurements of a device under the present driver and versions; None if there are none.
 
     Raises:
         ValueError: the device is not on this machine.

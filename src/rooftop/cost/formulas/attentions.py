@@ -56,7 +56,7 @@ def attention(call: Call) -> Cost:
     *aten("_scaled_dot_product_fused_attention_overrideable_backward"),
 )
 def attention_backward(call: Call) -> Cost:
-    """Backward computes the scores again, then each requested gradient with its matrix products."""
+    """Backward computes the scores again, then only the matrix products that the requested gradients need."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     gradient = call["grad_out"] if "grad_out" in call else call["grad_out_"]
     mask = call.get("grad_input_mask", (True, True, True, bias is not None))

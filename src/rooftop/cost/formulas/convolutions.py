@@ -1,8 +1,8 @@
 """Convolutions: 2 · N · C_out · prod(out) · C_in / groups · prod(kernel) flops.
 
 By the published convention, positions at which the kernel extends into the padding count like all others. A transposed
-convolution does the same flops for each *input* position instead of each output position. Each gradient costs as much
-as the forward pass.
+convolution does the same flops for each *input* position instead of each output position. The gradient of the input and
+the gradient of the weight each take as many flops as the forward pass.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rooftop.cost.registry import cost_of
     *aten("mkldnn_convolution slow_conv3d_forward"),
 )
 def convolution(call: Call) -> Cost:
-    """Count a multiplication and an addition for each weight of each output. A fused bias, sum or ReLU adds one flop.
-    Reads count only the pixels that windows touch.
+    """Count a multiplication and an addition for each weight that contributes to each output element. A fused bias, sum
+    or ReLU adds one flop per output element. Reads count only the pixels that windows touch.
     """
     source, weight = _source(call), call["weight"]
     out: Tensor = call.results[0]

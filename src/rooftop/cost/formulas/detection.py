@@ -41,7 +41,8 @@ def nms(call: Call) -> Cost:
 
 @cost_of("torchvision::roi_align", "torchvision::ps_roi_align")
 def roi_align(call: Call) -> Cost:
-    """Each bin is the mean of a grid of `sampling_ratio`² bilinear samples. A ratio of 0 means at least one sample."""
+    """Each bin is the mean of a grid of `sampling_ratio`² bilinear samples. With a ratio of 0 the number of samples
+    depends on the size of the region; one sample is counted, the least possible number."""
     source, regions, pooled = call["input"], call["rois"], call.results[0]  # (N, C, H, W), (R, 5), (R, C, h, w)
     samples = max(call["sampling_ratio"], 1) ** 2
     read = tensor_bytes(regions) + addressed_bytes(source, pooled.numel() * samples * 4)
@@ -58,7 +59,8 @@ def roi_align_backward(call: Call) -> Cost:
 
 @cost_of("torchvision::roi_pool", "torchvision::ps_roi_pool")
 def roi_pool(call: Call) -> Cost:
-    """Each bin is the maximum (or mean) of at least one element."""
+    """Each bin is the maximum (or mean) of the input's elements in the bin. Their number depends on values; one element
+    is counted, the least possible number."""
     source, pooled = call["input"], call.results[0]
     read = tensor_bytes(call["rois"]) + addressed_bytes(source, pooled.numel())
     return Cost(read, distinct_bytes(call.written_tensors), arithmetic(pooled.numel(), [source]))
@@ -69,8 +71,8 @@ cost_of("torchvision::_roi_pool_backward", "torchvision::_ps_roi_pool_backward")
 
 @cost_of("torchvision::deform_conv2d")
 def deformable_convolution(call: Call) -> Cost:
-    """A convolution of samples: one sample for each tap, input channel and position, scaled by a mask if there is
-    one.
+    """A convolution of samples: one sample for each tap, input channel and output position, scaled by a mask if there
+    is one.
     """
     source, weight, masked = call["input"], call["weight"], call["use_mask"]
     out: Tensor = call.out  # (N, filters, h, w)

@@ -3,8 +3,9 @@
     forward    2 P (D + V)          scores, weighted values
     backward   2 P (3 D + 2 V)      see `attentions`
 
-for P pairs of a query and a key in the blocks that the mask keeps. A partly kept block counts as a whole, because only
-the mask's function knows the hidden pairs in it. The work of the score function is not counted.
+P is the number of pairs of a query and a key, over all sequences and heads, in the blocks that the mask keeps. A partly
+kept block counts as a whole, because only the mask's function knows the hidden pairs in it. The work of the score
+function is not counted.
 """
 
 from __future__ import annotations

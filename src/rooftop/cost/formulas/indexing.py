@@ -32,8 +32,8 @@ cost_of("aten::embedding_dense_backward")(streaming(1, per="grad_output"))
 
 @cost_of(*aten("_embedding_bag _embedding_bag_forward_only"))
 def embedding_bag(call: Call) -> Cost:
-    """The operator sums the rows of each bag. The operator reads rows and indices once, and does one addition for each
-    element of each row."""
+    """The operator sums the rows of each bag. The operator reads rows and indices once. Each element of each row takes
+    one addition, and with `per_sample_weights` also one multiplication."""
     table, indices = call["weight"], call["indices"]
     rows = min(indices.numel() * table.shape[1] * table.element_size(), tensor_bytes(table))
     flops = indices.numel() * table.shape[1] * (1 if call["per_sample_weights"] is None else 2)
@@ -46,7 +46,8 @@ def embedding_bag(call: Call) -> Cost:
 
 @cost_of(*aten("_embedding_bag_backward _embedding_bag_dense_backward"))
 def embedding_bag_backward(call: Call) -> Cost:
-    """Backward adds each bag's gradient to the rows of the bag's indices, and writes the whole table of gradients.
+    """Backward adds each bag's gradient to the rows of the bag's indices, and writes the whole table of gradients. If
+    the gradient is sparse, backward writes only the rows of the indices.
 
     Several arguments map an index to its bag (`offset2bag`, `offsets`, `bag_size`). Only one of these arguments counts
     as read.
@@ -90,7 +91,7 @@ cost_of("aten::segment_reduce")(streaming(1, per="data"))
 @cost_of("aten::_segment_reduce_backward")
 def segment_reduce_backward(call: Call) -> Cost:
     """Backward of sums and means does not read the data. Backward of a minimum or maximum searches the data for
-    elements that equal the result."""
+    elements that equal the result. Backward of a product divides the result by the data."""
     extremum = call["reduce"] not in ("sum", "mean")
     read = call.read_tensors if extremum else call.read_tensors_except("data", "output")
     flops = call["data"].numel() * (0 if call["reduce"] == "sum" else 1)
@@ -100,14 +101,14 @@ def segment_reduce_backward(call: Call) -> Cost:
 def scattering(addressed: Callable[[Call], int], flops: int = 0, *, accumulates: bool | str = False) -> Formula:
     """A formula for an operator that writes elements of `self` at computed positions.
 
-    In place, the operator accesses only these elements. Out of place, the operator writes a full copy of `self`, and
-    reads the elements that it does not overwrite.
+    In place, the operator accesses only these elements. Out of place, the operator writes a full copy of `self`. It
+    reads the elements that it does not overwrite; if it accumulates, it reads all elements.
 
     Args:
         addressed: the number of elements that the indices address.
-        flops: flops per element, if the operator accumulates.
-        accumulates: whether the old value is needed. A str names an argument: the old value is needed if that argument
-            is given and true.
+        flops: flops per addressed element, if the operator accumulates.
+        accumulates: whether the old value of an addressed element is needed. A str names an argument: the old value is
+            needed if that argument is given and true.
     """
 
     def formula(call: Call) -> Cost:

@@ -89,8 +89,8 @@ for _name, _taps in ANTIALIASED_RESIZES.items():
 
 @cost_of(*aten("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback cudnn_grid_sampler"))
 def grid_sampler(call: Call) -> Cost:
-    """The operator reads the grid, and at most the neighbourhood of each grid point in the input. Each coordinate takes
-    2 flops."""
+    """The operator reads the grid, and at most the neighbourhood of each grid point in the input. The conversion of a
+    grid coordinate to a position in the input takes 2 flops."""
     out, grid = call.out, call["grid"]  # (N, C, *spatial), (N, *spatial, dimensions)
     taps, dimensions = _grid_taps(call), grid.shape[-1]
     flops = _weighing(taps, dimensions) * out.numel() + 2 * grid.numel()
@@ -100,8 +100,8 @@ def grid_sampler(call: Call) -> Cost:
 
 @cost_of(*aten("grid_sampler_2d_backward grid_sampler_3d_backward cudnn_grid_sampler_backward"))
 def grid_sampler_backward(call: Call) -> Cost:
-    """The gradient of the input reads only the grid. The gradient of the grid also reads the input, for each
-    dimension."""
+    """Both gradients read the grid and the gradient of the output. The gradient of the grid also reads the input
+    (except in nearest mode), and takes one weighted sum for each dimension."""
     gradient, grid = call["grad_output"], call["grid"]
     taps, dimensions = _grid_taps(call), grid.shape[-1]
     mask = call.get("output_mask", (True, True))

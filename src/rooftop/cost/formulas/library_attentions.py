@@ -26,8 +26,8 @@ from rooftop.cost.registry import cost_of
     *("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out"),
 )
 def attention_kernel(call: Call) -> Cost:
-    """The kernel reads queries, keys, values, lengths and the bias. The kernel writes the output and each row's
-    log-sum-exp."""
+    """The kernel reads queries, keys, values, the lengths of the sequences and the bias. The kernel writes the output
+    and each row's log-sum-exp."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     pairs = _pairs(call)
     flops = merged(
@@ -43,8 +43,8 @@ def attention_kernel(call: Call) -> Cost:
     "torch_attn::_varlen_attn_backward",
 )
 def attention_kernel_backward(call: Call) -> Cost:
-    """Backward computes the scores again, and the gradients of queries, keys and values (and of the bias, which is a
-    sum)."""
+    """Backward computes the scores again, and the gradients of queries, keys and values. The gradient of the bias takes
+    no matrix product; if it is requested, it counts as written."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     gradient = call["grad_out"] if "grad_out" in call else call["grad_out_"]
     pairs = _pairs(call)

@@ -98,7 +98,7 @@ def ctc_loss(call: Call) -> Cost:
 @cost_of("aten::_ctc_loss_backward")
 def ctc_loss_backward(call: Call) -> Cost:
     """Cost of the backward recursion, of gathering α + β by label (3 flops for each state), and of (exp(lp) -
-    exp(gathered + nll - lp)) · grad for each class (6 flops)."""
+    exp(gathered + nll - lp)) · grad for each class (6 flops). lp is the log-probability, nll the loss."""
     log_probability, alpha = call["log_probs"], call["log_alpha"]
     flops = (CTC_STATE + 3) * alpha.numel() + 6 * log_probability.numel()
     return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, [log_probability]))

@@ -61,7 +61,7 @@ cost_of("aten::addr")(streaming(2))
 
 @cost_of(*aten("_scaled_mm _scaled_mm_v2"))
 def scaled_product(call: Call) -> Cost:
-    """Cost of a product of fp8 operands with a scaled result."""
+    """Cost of a product of fp8 operands. Each result is multiplied by the scales of both operands (2 flops)."""
     left: Tensor = call["self"]  # (m, k)
     epilogue = 2 + (call["bias"] is not None)
     flops = merged(
@@ -84,7 +84,7 @@ def grouped_product(call: Call) -> Cost:
 
 @cost_of("aten::_foreach_mm")
 def products(call: Call) -> Cost:
-    """Cost of the products of two lists of matrices."""
+    """Cost of the products of two lists of matrices: first with first, second with second, and so on."""
     pairs = zip(call["self"], call["mat2"], strict=True)
     flops = merged(*(matrix_flops(left, left.shape[0] * left.shape[1] * right.shape[1]) for left, right in pairs))
     return Cost(distinct_bytes(call.read_tensors), distinct_bytes(call.written_tensors), flops)
@@ -115,7 +115,7 @@ def _expanded(tensor: Tensor, dimensions: Sequence[int]) -> tuple[int, ...]:
 
 @cost_of(*aten("linear mkldnn_linear"))
 def linear(call: Call) -> Cost:
-    """Cost of a linear layer that a back end computes as one operator: nested tensors, opaque layouts."""
+    """Cost of a linear layer that PyTorch runs as one operator, as it does for nested tensors and opaque layouts."""
     source, weight, bias = call.read_tensors[0], call["weight"], call["bias"]  # (..., k), (n, k), (n,)
     flops = merged(
         matrix_flops(source, source.numel() * weight.shape[0]),

@@ -39,8 +39,8 @@ def binary_search(call: Call) -> Cost:
 def histogram(call: Call) -> Cost:
     """For points (..., D), a histogram takes a binary search among the edges of each dimension, and an addition.
 
-    If only the number of bins is given, two comparisons for each coordinate first find the bounds. A subtraction and a
-    division then find the bin.
+    If the number of bins is given instead of the edges, a subtraction and a division for each coordinate find its bin.
+    If the range is not given either, two comparisons for each coordinate first find the minimum and maximum.
     """
     points: Tensor = call["self"]
     bins, name = call["bins"], call.func._schema.name

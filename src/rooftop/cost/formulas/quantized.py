@@ -3,9 +3,10 @@
     quantize     round(x / scale + zero) between two bounds      5 flops
     dequantize   (q - zero) * scale                              2 flops
 
-A quantized operator dequantizes its inputs, computes, and quantizes its outputs. Products of integers count in `fp32`,
-like all integer arithmetic, because the peak of integers is not measured. Weights packed in an object are read once, at
-one byte each (or the format's size). The object hides their biases and scales, which are not counted.
+An elementwise quantized operator dequantizes its inputs, computes, and quantizes its outputs. A matrix product or
+convolution multiplies the integers, and quantizes its outputs. Products of integers count in `fp32`, like all integer
+arithmetic, because the peak of integers is not measured. Weights packed in an object are read once, at one byte each
+(two bytes in float16). The object hides their biases and scales, which are not counted.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def linear(call: Call) -> Cost:
 
 @cost_of(*_quantized("conv1d conv1d_relu conv2d conv2d_relu conv3d conv3d_relu"))
 def convolution(call: Call) -> Cost:
-    """A convolution takes 2 c k flops for each result. The shape (filters, c, *kernel) is read from the
-    packed weights."""
+    """A convolution takes 2 · c · prod(kernel) flops for each result. The weights' shape (filters, c, *kernel) is read
+    from the packed weights."""
     packed: Any = call["packed_weight"] if "packed_weight" in call else call["weight"]
     name = call.func._schema.name
     dimensions = 3 if "3d" in name else 2  # the packed weights of a 1-D convolution have two dimensions
@@ -133,8 +134,8 @@ def max_pool(call: Call) -> Cost:
 
 @cost_of(*_quantized("embedding_bag_byte_rowwise_offsets embedding_bag_4bit_rowwise_offsets"))
 def embedding_bag(call: Call) -> Cost:
-    """The table has rows of bytes (or half bytes), each row with a scale. Each element is dequantized and added to its
-    bag."""
+    """The elements of the table have 8 bits (or 4 bits); each row also stores its scale and offset. Each element is
+    dequantized and added to its bag."""
     table, indices = call["weight"], call["indices"]  # (rows, bytes of a row)
     width = call.out.shape[-1]
     weights = call["per_sample_weights"]

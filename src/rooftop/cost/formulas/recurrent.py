@@ -2,7 +2,7 @@
 
 An LSTM cell computes, per hidden unit, the sums of its four gates, three sigmoids and two tanh, and c' = f c + i g, h =
 o tanh(c'). A layer reads its weights once for all time steps. In a layer, sums and activations count as two flops for
-each row of each weight matrix, at each time step.
+each row of each weight matrix, at each time step of each sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def recurrent_layers(call: Call) -> Cost:
 
 @cost_of(*aten("_cudnn_rnn_backward mkldnn_rnn_layer_backward"))
 def recurrent_layers_backward(call: Call) -> Cost:
-    """Cost of the gradients of inputs and of weights. Each gradient needs as many products as the forward pass."""
+    """Cost of the gradients of inputs and of weights: twice the flops of the forward pass, once for the inputs and once
+    for the weights."""
     weights = _weights(call)
     states = _arguments(call, "hx", "cx", "hx_", "cx_tmp", "output", "grad_output", "grad_hy", "grad_cy")
     flops = _layer_flops(call["input"], weights)

@@ -1,7 +1,8 @@
 """Cost of reductions, scans and distances: the input is read once, with some flops per input element and some per
 result.
 
-A sum of n elements counts n additions. A variance counts the mean (1) and the squared deviations (3).
+A sum of n elements counts n additions. A variance counts, for each element, 1 flop for the mean and 3 flops for the
+squared deviation.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def new_bytes(written: Sequence[Tensor], read: Sequence[Tensor]) -> int:
 def multiply_adds(left: Tensor, right: Tensor, out: Tensor) -> int:
     """Number of multiply-adds in `left @ right`, (..., m, k) @ (..., k, n) or (..., m, k) @ (k,).
 
-    For two sparse operands, the number depends on the positions of the elements. Each stored result needs at least one
-    product, which is counted.
+    For two sparse operands, the number depends on the positions of the elements. So the least possible number is
+    counted: one multiply-add for each stored element of the result.
     """
     if is_sparse(left) and is_sparse(right):
         return stored_elements(out)
@@ -52,8 +52,8 @@ def multiply_adds(left: Tensor, right: Tensor, out: Tensor) -> int:
 
 
 def factor_bytes(left: Tensor, right: Tensor, *addends: Tensor) -> int:
-    """Bytes of both factors and of the summand. Of a dense factor, only the rows (right factor) or columns (left
-    factor) that the sparse factor addresses count."""
+    """Bytes of both factors and of the addends. If one factor is sparse, only a part of the dense factor counts: the
+    rows (of a right factor) or columns (of a left factor) that the sparse factor addresses."""
     if is_sparse(left) == is_sparse(right):
         return distinct_bytes([left, right, *addends])
     if is_sparse(left):

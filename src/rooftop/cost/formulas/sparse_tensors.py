@@ -39,11 +39,11 @@ def coalesce(call: Call) -> Cost:
 
 @cost_of(*aten("_to_sparse _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr"))
 def to_sparse(call: Call) -> Cost:
-    """A conversion from a dense tensor compares each element with zero. A conversion between sparse layouts leaves
-    shared parts in place.
+    """A conversion from a dense tensor compares each element with zero. A conversion between sparse layouts moves only
+    the parts that the result does not share with the operand.
 
-    To compress rows, the conversion counts the entries of each row. Columns and values may stay where they are in
-    memory.
+    For example, a conversion from COO to CSR reads the row index of each entry and writes the row pointers. The result
+    may share the columns and the values with the operand.
     """
     source: Tensor = call["self"]
     if not is_sparse(source):
@@ -88,8 +88,8 @@ cost_of(*aten("_sparse_log_softmax_backward_data _sparse_softmax_backward_data")
 
 @cost_of("aten::sparse_sampled_addmm")
 def sampled_product(call: Call) -> Cost:
-    """`beta * self + alpha * (mat1 @ mat2)` at the stored elements of `self`. Each of them takes 2 * k flops, where k
-    is the inner dimension of the product, plus the arithmetic of beta and alpha."""
+    """`beta * self + alpha * (mat1 @ mat2)` at the stored elements of `self`. Each stored element takes 2 * k flops,
+    where k is the inner dimension of the product, plus the arithmetic of beta and alpha."""
     pattern, left, right = call["self"], call["mat1"], call["mat2"]  # (m, n) sparse, (m, k), (k, n)
     beta, alpha = call["beta"], call["alpha"]
     count, depth = stored_elements(call.out), left.shape[-1]
@@ -102,8 +102,8 @@ def sampled_product(call: Call) -> Cost:
 
 @cost_of("aten::_sparse_mm_reduce_impl")
 def product_reduced(call: Call) -> Cost:
-    """Cost of a product that takes maxima, minima or means instead of sums. For maxima and minima, the positions are
-    results, too."""
+    """Cost of a product that takes maxima, minima or means instead of sums. For maxima and minima, the positions of the
+    picked elements are results, too."""
     left, right = call["self"], call["other"]  # (m, k) sparse, (k, n)
     count = stored_elements(left) * right.shape[-1]
     division = elements(call.results[0]) if call["reduce"] == "mean" else 0
@@ -126,8 +126,8 @@ def product_reduced_backward(call: Call) -> Cost:
 
 @cost_of(*aten("_sparse_semi_structured_mm _sparse_semi_structured_addmm"))
 def semi_structured_product(call: Call) -> Cost:
-    """The (m, k) factor keeps two of every four elements in a row, as (m, k / 2) with their positions. The sparsity
-    halves the number of multiplications.
+    """Each row of the (m, k) factor keeps two of every four consecutive elements. They are stored as (m, k / 2), and
+    their positions separately. The sparsity halves the number of multiplications.
     """
     kept = call["mat1"]
     epilogue = (call["beta"] != 0) + (call["beta"] not in (0, 1)) + (call["alpha"] != 1) if "beta" in call else 0
@@ -152,7 +152,7 @@ def semi_structured_linear(call: Call) -> Cost:
 @cost_of("aten::_cslt_sparse_mm")
 def compressed_product(call: Call) -> Cost:
     """Cost of a semi-structured product whose kept elements and positions are in one buffer. The buffer's size
-    does not determine k."""
+    does not determine k, so k is the number of rows of the dense factor."""
     depth = call["dense_B"].shape[0]  # (k, n)
     epilogue = (call["bias"] is not None) + (call["alpha"] is not None)
     flops = merged(
