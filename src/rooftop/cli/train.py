@@ -387,8 +387,8 @@ def training_of(
     """Return the training that the options describe.
 
     Raises:
-        ValueError: sizes do not fit together, the vocabulary is unknown, a preset or folder already sets a given size,
-            or two kinds of recomputation are given.
+        ValueError: sizes do not fit together, the vocabulary is unknown, a size is given that --preset or --init-from
+            sets, or two kinds of recomputation are given.
     """
     if recompute and recompute_granularity == "selective":
         raise InputError(
@@ -479,7 +479,8 @@ def memory_bytes() -> float:
 
 
 def event_files(folder: Path, after: int | None) -> AbstractContextManager[GptTensorBoard]:
-    """Return a writer of TensorBoard event files, which is closed at the end of the `with` block."""
+    """Return a writer of TensorBoard event files, which is closed at the end of the `with` block. `after`: the step of
+    the loaded checkpoint, or None."""
     return closing(GptTensorBoard(folder, after, partial(click.echo, err=True)))
 
 
@@ -556,7 +557,7 @@ def heading(trainer: GptTrainer, world: World, found: Path | None, validation: V
 
 
 def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
-    """Print one line for the last step, and write one line of JSON to `file` for each step."""
+    """Print one line for the last of the reports, and write one line of JSON to `file` for each report."""
     last = reports[-1]
     words = [
         f"step {last.step:>{len(str(steps))}}/{steps}",

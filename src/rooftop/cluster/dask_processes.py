@@ -72,7 +72,8 @@ class ProcessBeside:
         """Compute a chunk in the process, and wait for the result.
 
         Raises:
-            ModelRunError, MissingExtraError, InputError: the process reported this error, or was closed.
+            ModelRunError, MissingExtraError, InputError: the process reported this error.
+            ModelRunError: `close` has ended the process.
         """
         asked = _Asked(chunk, Future())
         self._inbox.put(asked)
@@ -82,7 +83,7 @@ class ProcessBeside:
         return asked.done.result()
 
     def close(self) -> None:
-        """End the process. Threads that wait for chunks raise an error."""
+        """End the process. In threads that wait in `do`, `do` raises an error."""
         self._at_exit()
 
     def _end(self) -> None:

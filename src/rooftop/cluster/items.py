@@ -146,7 +146,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
         kind: one of `KINDS`; None: the only kind to which all suffixes of the files belong.
 
     Raises:
-        InputError: inputs are empty, a path does not exist, a folder has no such files, or the kind is unclear.
+        InputError: inputs are empty, a path does not exist, a folder has no files of the kind, or the kind is unclear.
     """
     if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Collection) or not len(inputs):
         raise InputError(f"inputs: expected a list of files and folders, got {inputs!r}")

@@ -138,7 +138,8 @@ class LocalWorkers:
     def has_room(self, careful: bool = False) -> bool:
         """Whether a worker can take another chunk.
 
-        A worker can take another chunk if it has fewer than two, or too few items to keep its decoding processes busy.
+        A worker can take another chunk if it has fewer than two chunks, or too few items to keep its decoding processes
+        busy. It can take a careful chunk (an item that may kill workers) if it has no chunk.
         """
         return self._freest(careful) is not None
 
@@ -228,7 +229,8 @@ class LocalWorkers:
         self._workers[self._workers.index(worker)] = _Worker(self.job, self.division, worker.number)
 
     def close(self, at_once: bool = False) -> None:
-        """End the worker processes: let idle workers exit by themselves, or kill all at once."""
+        """End the worker processes: kill them at once, or let them exit by themselves, and kill those that still run
+        after 5 s."""
         for worker in self._workers:
             if not at_once:
                 worker.say_end()

@@ -232,8 +232,8 @@ def stored_elements(tensor: Tensor) -> int:
 
 
 def distinct_elements(tensor: Tensor) -> int:
-    """Number of memory elements that a tensor covers. Repeated elements (stride 0) count once, and overlapping windows
-    count at most the memory that they span.
+    """Number of elements in memory that a tensor covers. Repeated elements (stride 0) count once, and overlapping
+    windows count at most the memory that they span.
 
     For a sparse tensor, the elements of its values count.
     """
