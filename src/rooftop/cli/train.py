@@ -235,7 +235,7 @@ def train_gpt(
 
 
 def check_validation_options(data: tuple[str, ...], split: str | None, interval: int | None, iters: int | None) -> None:
-    """Refuse validation options that exclude each other.
+    """Refuse validation options that exclude each other, or that need validation data if no such data are given.
 
     Raises:
         click.UsageError: such options are given.
@@ -485,8 +485,8 @@ def event_files(folder: Path, after: int | None) -> AbstractContextManager[GptTe
 
 
 def roof_here(trainer: GptTrainer) -> StepRoof | None:
-    """Return the roof of a step on rank 0, and None on other ranks. The other ranks wait while rank 0 measures its
-    device, so that they do not disturb the measurement."""
+    """Return the roof of a step on rank 0; None on other ranks, and if the device has no measured rate for the dtype.
+    The other ranks wait while rank 0 measures its device, so that they do not disturb the measurement."""
     found = None
     if trainer.rank == 0:
         with progress_bar() as progress, others_wait("measuring this machine"):

@@ -32,7 +32,8 @@ process ended.
 
 
 def division_beside(job: Job, device: str, threads: int) -> Division | None:
-    """The cores and GPU that the process uses; None if the Dask worker does the work itself.
+    """The cores and GPU that the process uses. None if the Dask worker does the work itself: on a CPU, with a single
+    thread, or for items that need no decoding.
 
     Args:
         threads: number of threads of the Dask worker, which is the number of cores that the user gave the worker.

@@ -437,7 +437,8 @@ LOADED = {"image": ["rooftop.media.images"], "clip": ["rooftop.media"], "cloud":
 def decoder(decoding: Decoding) -> Callable[[Item], Any]:
     """Return a function that decodes an item for the target. Threads may call the function concurrently.
 
-    The function raises `InputError` for a damaged item, and passes on any error of a reader.
+    The function raises `InputError` for an item whose content is `Damage`, and passes on the errors of readers
+    unchanged.
     """
     for module in LOADED.get(decoding.kind, ()):
         importlib.import_module(module)

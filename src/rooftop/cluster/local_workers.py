@@ -79,8 +79,8 @@ def divide(device: str, workers: int | None, decodes: bool = False, decoders: in
         workers: number of workers. None: one per GPU, or one per four cores on the CPU, and at least two if there are
             two cores.
         decodes: whether items are files that must be decoded.
-        decoders: decoding processes per worker. None: one per core on a GPU, if a worker has several cores; none on the
-            CPU, where the target itself needs the cores. 0: threads decode.
+        decoders: decoding processes per worker. None: on a GPU, one per core of the worker's share, at most 32, or none
+            if the share is one core; none on the CPU, where the target itself needs the cores. 0: threads decode.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = _gpus() if device != "cpu" else 0

@@ -71,7 +71,7 @@ class MapReport:
         workers: number of workers that finished a chunk. `decoding` names the decoders of each worker, such as "16
             processes".
         lost: number of chunks that had to be repeated.
-        first_error: "input: error" of the first row of this run with an error, or None.
+        first_error: file, place and error of the first row of this run with an error, as text, or None.
         unread: the files that could not be read to their end, so that later lines or rows are missing in the results.
     """
 
@@ -170,10 +170,11 @@ def map_items(
         frames, step, stride: for clips, the frames per clip, the distance between these frames, and the distance
             between the first frames of consecutive clips (None: clips share no frames).
         point_columns: numbers per point in a .bin file.
-        workers: number of processes on this machine. None: one per GPU, or one per four cores on the CPU.
+        workers: number of processes on this machine. None: one per GPU, or one per four cores on the CPU, and at least
+            two if there are two cores.
         device: "cpu", "cuda" or "auto". Each worker sees one GPU.
         decoders: processes per worker that decode photographs, clips and clouds. None: on a GPU one per core,
-            divided among the workers, at most 32; none on the CPU. 0: threads of the worker decode.
+            divided among the workers, at most 32 per worker; none on the CPU. 0: threads of the worker decode.
         scheduler: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786". The scheduler's workers replace the
             processes on this machine.
         timeout_s: time limit in seconds for one call of the target, including the decoding of its items. If a batch

@@ -297,7 +297,7 @@ def _bytes_of_views(views: list[Tensor]) -> int:
 
 
 def _span(tensor: Tensor) -> int:
-    """Number of memory elements from a tensor's first to its last element, both included."""
+    """Number of elements in memory from a tensor's first to its last element, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
