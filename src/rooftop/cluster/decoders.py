@@ -14,9 +14,10 @@ The worker's tensors are views of this memory, without a copy, and a GPU reads p
 again once all of its tensors are freed. If no slot is free, a task uses one of two other slots of the process, from
 which the thread copies tensors at once.
 
-A function of the user may use the GPU itself. Once it has done so, slots are pinned for it, too. Its copies to the GPU
-may then still run when it frees a tensor, so such a slot is used again only after a synchronization. Slots are pinned,
-and the GPU is synchronized, between calls of the function, since both would break a CUDA graph that it captures.
+A function of the user may use the GPU itself. Once it has done so, slots are pinned for this function, too. Its copies
+to the GPU may then still run when it frees a tensor, so such a slot is used again only after a synchronization. Slots
+are pinned, and the GPU is synchronized, between calls of the function, since both would break a CUDA graph that it
+captures.
 
 If a process dies, a new process replaces it, and the items of the task that it was working on are retried one by one.
 An item that kills three processes becomes a failure. If the worker ends, its decoding processes end within a second.
