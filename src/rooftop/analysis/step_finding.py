@@ -1,7 +1,7 @@
 """Find the ends of a program's steps if the program does not mark them.
 
-The program's events are counted as they occur. The coarsest marker that has occurred so far is the leading marker: a
-step ends each time the leading marker ends. The markers, from coarse to fine:
+A marker is an event that a program repeats in each step. The coarsest marker that has occurred so far is the leading
+marker: a step ends each time the leading marker ends. The markers, from coarse to fine:
 
     OPTIMIZER   `Optimizer.step`, even if a GradScaler skips it
     BACKWARD    `loss.backward()`, for a loop that updates its weights by hand
@@ -76,8 +76,12 @@ class Watcher(Protocol):
         """A coarser marker has occurred, so the steps so far were only parts of a step. `step_ends` follows."""
 
     def step_ends(self, calls: tuple[int, int], whole: bool) -> None:
-        """A step ends. `calls`: number of calls of modules with parameters, and of backward, since the last step.
-        `whole`: whether the step began at the end of another step of the same kind.
+        """A step ends.
+
+        Args:
+            calls: number of calls of modules with parameters, from outside any module, and number of computations of
+                gradients, both since the last call of this method.
+            whole: whether the step began at an earlier occurrence of the marker that ends it.
         """
 
     def compiles(self) -> None:
@@ -90,8 +94,8 @@ class StepFinder:
     Attributes:
         level: level of the leading marker; None until a marker has occurred.
         began_at: the time (`time.perf_counter`) at which the first step began: the time of the first call of a module.
-            If the leading marker computes gradients, only calls with gradients enabled count. None if there was no such
-            call.
+            If the leading marker is GRADIENT or coarser, the first call of a module with parameters while gradients are
+            enabled. None if there was no such call.
         threads: CPU seconds that every thread other than the one that runs the steps spent in calls of modules, by the
             thread's name. After `MOST_THREADS` threads, all further threads count together under the name "".
     """

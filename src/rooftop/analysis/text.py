@@ -32,14 +32,14 @@ GAP_OF_A_CPU = "between operators: Python, PyTorch, and the system"
 
 
 def render_text(report: ReportContents, rows: int) -> str:
-    """The report as plain text, at most `WIDTH` columns wide."""
+    """The report as plain text, at most `WIDTH` columns wide, with at most `rows` operators."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
     console.print(renderable(report, rows))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def renderable(report: ReportContents, rows: int) -> RenderableType:
-    """The report for a rich console, in colour if the console supports it."""
+    """The report for a rich console, in colour if the console supports it, with at most `rows` operators."""
     parts: list[RenderableType] = [_heading(report), _gaps(report)]
     if report.pace:
         parts.append(Text(report.pace, style="dim"))

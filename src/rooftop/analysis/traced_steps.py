@@ -2,8 +2,9 @@
 
 A program may ask PyTorch whether it is being compiled or captured, and then run other operators. For example,
 transformers omits an attention mask that masks nothing, but keeps it if reading the mask would break the capture.
-Attention with a mask is slower. Advice to compile or to capture must count such operators. So this module detects
-whether a program asks. If a program asks, some steps run with "yes" as the answer.
+Attention with a mask is slower. Advice to compile or to capture must count the operators that run when the answer is
+"yes". So this module detects whether a program asks. If a program asks, a few of its steps are measured with "yes" as
+the answer.
 
 PyTorch itself asks as well (its optimizers refuse to be captured unprepared), and gets the true answer. A program with
 compiled parts is not watched, because the replaced functions would be compiled into these parts, in a separate graph.

@@ -11,8 +11,8 @@
 `_grouped_mm` (mixture of experts) reads no values, but PyTorch's own function for fake tensors refuses all dtypes other
 than bfloat16. PyTorch's operator accepts float32 and float16 too, and so does the replacement.
 
-Without these replacements, transformers would build a mask for every fake tensor, and a decoder would be
-counted without its causal kernel.
+Without the replacement of `find_packed_sequence_indices`, transformers would build a mask for every fake tensor, and a
+decoder would be counted without its causal kernel.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ def _samples(data: str, transform: ImageTransform) -> ImageFolder | TarShards:
 def training_step(
     name: str, batch: int, size: int, recipe: Recipe, device: torch.device
 ) -> Callable[[tuple[Pixels, Tensor]], None]:
-    """One training step of an image classifier: normalization, forward, loss, backward and SGD.
+    """Return a function that makes one training step of an image classifier: normalization, forward, loss, backward and
+    SGD.
 
     Raises:
         TargetError: the model's output is not (N, classes).

@@ -48,7 +48,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command for a name, as click does.
+        """Find the command that the first word names, as click does.
 
         Raises:
             click.UsageError: no command has that name; the message suggests the nearest command.

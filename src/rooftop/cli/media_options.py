@@ -24,7 +24,10 @@ def check_times(start: float | None, end: float | None) -> None:
 
 
 def check_last(reader: VideoReader, position: int) -> None:
-    """Check that a loop that ended with the frame at `position` has returned all frames of the index.
+    """Check that a loop over all frames did not end before the last frame of the index.
+
+    Args:
+        position: position of the loop's last frame.
 
     Raises:
         DamagedVideoError: frames are missing, although the decoder reported no error.

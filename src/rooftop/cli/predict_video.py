@@ -30,8 +30,8 @@ Progress = Callable[[str, float], None]
 
 
 class Clip(NamedTuple):
-    """The frames of a clip that the command needs: `context` (T, 3, H, W) before the time `after_s`, and `real`, at
-    most `--frames` frames from `after_s` on."""
+    """The frames of a clip that the command needs, (T, 3, H, W) each: `context`, the last frames before the time
+    `after_s`, and `real`, at most `--frames` frames from `after_s` on."""
 
     context: Tensor
     real: Tensor

@@ -30,6 +30,7 @@ VERBS = {
 def command() -> None:
     """Build, inspect, render and view virtual geometry: meshes with levels of detail.
 
-    Virtual geometry stores all levels of detail of a mesh in clusters of 128 triangles. The renderer draws each part of
-    the mesh only as finely as the pixels can show. So the cost depends on the pixels far more than on the triangles.
+    Virtual geometry stores all levels of detail of a mesh in clusters of up to 128 triangles. The renderer draws each
+    part of the mesh only as finely as the pixels can show. So the cost depends on the pixels far more than on the
+    triangles.
     """

@@ -1,4 +1,4 @@
-"""Cameras of `rooftop scene render`: from points and angles, from a calibration, or from a file."""
+"""Cameras of `rooftop scene render`: from an eye or orbit angles, from a calibrated lens and pose, or from a file."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
     """Return the cameras to render with: one camera, the cameras of a file, or cameras along a path.
 
     Args:
-        points: (N, 3), the outline of the scene.
+        points: (N, 3), points in the world that outline the scene, as `rooftop.scene.framing.outline` returns them.
 
     Raises:
         click.UsageError: options exclude each other, or an option needs another option that is missing.

@@ -137,7 +137,8 @@ def run_render(
 
 
 def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene.Scene:
-    """Return a scene with each mesh once, or with `instances` copies of the meshes in a square grid on the ground."""
+    """Return a scene with each mesh once, or with a square grid of `instances` instances on the ground. This is the
+    number of instances of all meshes together."""
     if instances is not None and instances > MAX_INSTANCES:
         raise InputError(f"--instances {instances:,}: a scene has at most {MAX_INSTANCES:,} instances")
     world = scene.Scene()

@@ -65,7 +65,8 @@ def resolve_target(
 ) -> Target:
     """Build the model that `text` names and the tensors that `inputs` describe, on the device and in the dtype.
 
-    Without a device, model and inputs stay on the device where they were built, which is enough for a prediction.
+    Without a device, the model and its inputs stay on the device and in the dtype in which they were built. This is
+    enough for `rooftop analyze --predict`, which runs nothing.
     `inputs` replace the positional arguments that the target returns. Keyword arguments are replaced only if the target
     returns no positional arguments.
 

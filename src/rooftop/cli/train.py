@@ -235,7 +235,7 @@ def train_gpt(
 
 
 def check_validation_options(data: tuple[str, ...], split: str | None, interval: int | None, iters: int | None) -> None:
-    """Refuse validation options that exclude each other.
+    """Refuse validation options that exclude each other, or that need validation data if no such data are given.
 
     Raises:
         click.UsageError: such options are given.
@@ -387,8 +387,8 @@ def training_of(
     """Return the training that the options describe.
 
     Raises:
-        ValueError: sizes do not fit together, the vocabulary is unknown, a preset or folder already sets a given size,
-            or two kinds of recomputation are given.
+        ValueError: sizes do not fit together, the vocabulary is unknown, a size is given that --preset or --init-from
+            sets, or two kinds of recomputation are given.
     """
     if recompute and recompute_granularity == "selective":
         raise InputError(
@@ -479,13 +479,14 @@ def memory_bytes() -> float:
 
 
 def event_files(folder: Path, after: int | None) -> AbstractContextManager[GptTensorBoard]:
-    """Return a writer of TensorBoard event files, which is closed at the end of the `with` block."""
+    """Return a writer of TensorBoard event files, which is closed at the end of the `with` block. `after`: the step of
+    the loaded checkpoint, or None."""
     return closing(GptTensorBoard(folder, after, partial(click.echo, err=True)))
 
 
 def roof_here(trainer: GptTrainer) -> StepRoof | None:
-    """Return the roof of a step on rank 0, and None on other ranks. The other ranks wait while rank 0 measures its
-    device, so that they do not disturb the measurement."""
+    """Return the roof of a step on rank 0; None on other ranks, and if the device has no measured rate for the dtype.
+    The other ranks wait while rank 0 measures its device, so that they do not disturb the measurement."""
     found = None
     if trainer.rank == 0:
         with progress_bar() as progress, others_wait("measuring this machine"):
@@ -556,7 +557,7 @@ def heading(trainer: GptTrainer, world: World, found: Path | None, validation: V
 
 
 def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
-    """Print one line for the last step, and write one line of JSON to `file` for each step."""
+    """Print one line for the last of the reports, and write one line of JSON to `file` for each report."""
     last = reports[-1]
     words = [
         f"step {last.step:>{len(str(steps))}}/{steps}",

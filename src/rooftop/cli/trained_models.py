@@ -1,4 +1,5 @@
-"""Code that the verbs for trained models share: untrained models for trying a verb, and the engine."""
+"""Code that the verbs for trained models share: messages about skipped photographs, the random weights of untrained
+models, and the engine."""
 
 from __future__ import annotations
 

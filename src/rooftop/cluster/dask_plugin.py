@@ -26,7 +26,7 @@ class Carrier(WorkerPlugin):
     """The plugin that carries a job to the workers and runs it there.
 
     Args:
-        token: token of the run.
+        token: text that identifies the run.
         job: the pickled job.
         device: "cpu", "cuda" or "auto".
     """

@@ -32,7 +32,8 @@ process ended.
 
 
 def division_beside(job: Job, device: str, threads: int) -> Division | None:
-    """The cores and GPU that the process uses; None if the Dask worker does the work itself.
+    """The cores and GPU that the process uses. None if the Dask worker does the work itself: on a CPU, with a single
+    thread, or for items that need no decoding.
 
     Args:
         threads: number of threads of the Dask worker, which is the number of cores that the user gave the worker.
@@ -72,7 +73,8 @@ class ProcessBeside:
         """Compute a chunk in the process, and wait for the result.
 
         Raises:
-            ModelRunError, MissingExtraError, InputError: the process reported this error, or was closed.
+            ModelRunError, MissingExtraError, InputError: the process reported this error.
+            ModelRunError: `close` has ended the process.
         """
         asked = _Asked(chunk, Future())
         self._inbox.put(asked)
@@ -82,7 +84,7 @@ class ProcessBeside:
         return asked.done.result()
 
     def close(self) -> None:
-        """End the process. Threads that wait for chunks raise an error."""
+        """End the process. In threads that wait in `do`, `do` raises an error."""
         self._at_exit()
 
     def _end(self) -> None:

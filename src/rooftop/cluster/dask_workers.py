@@ -1,9 +1,10 @@
 """The workers of a Dask scheduler.
 
-Each worker gets the job and its model once, as a Dask plugin; new workers get both when they join. Chunks are tasks,
-two per worker. If a worker is lost, Dask repeats its tasks on another worker. If several workers died with a task, Dask
-reports the task as failed, and `map_items` repeats the task's chunk item by item. If the scheduler goes away, this
-process tries to reconnect for a while. A new scheduler at the same address gets the job and the chunks again.
+Each worker gets the job and its model once, as a Dask plugin; new workers get both when they join. Each chunk is a
+task. At most two chunks per worker are unfinished. If a worker is lost, Dask repeats its tasks on another worker. If
+several workers died with a task, Dask reports the task as failed, and `map_items` repeats the task's chunk item by
+item. If the scheduler goes away, this process tries to reconnect for `reconnect_s`. A new scheduler at the same address
+gets the job and the unfinished chunks again.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class DaskWorkers:
     Args:
         device: "cpu", "cuda" or "auto", for Rooftop's own models. A user's callable chooses its own device.
         say: called with a line of text when the scheduler is gone or has no workers.
-        reconnect_s: seconds to wait for a lost scheduler. None: two minutes.
+        reconnect_s: seconds for which to try to reach a lost scheduler. None: two minutes.
 
     Raises:
         MissingExtraError: Dask is not installed.
@@ -226,7 +227,8 @@ class DaskWorkers:
         return lost
 
     def close(self, at_once: bool = False) -> None:
-        """Remove the job from the workers, and disconnect from the scheduler."""
+        """Cancel unfinished chunks, remove the job from the workers, and disconnect from the scheduler. `at_once` has
+        no effect."""
         with suppress(Exception):
             futures = [future for _, future in self._flying.values() if future is not None]
             if futures:

@@ -5,20 +5,22 @@
     decoders.notify()             # more() may have items now
     decoders.take(64)             # the next items, in order
 
-The worker forks the decoding processes before it uses its GPU. A forked process starts at once. Each process has at
-most two tasks of a few items each. A decoding process writes decoded tensors into a slot of memory that it shares with
-the worker, and sends all other values through a pipe. A thread of the worker reads the results and hands out new tasks.
+The worker forks the decoding processes before it uses its GPU. A forked process need not import anything, so it starts
+at once. Each process has at most two tasks of a few items each. A decoding process writes decoded tensors into a slot
+of memory that it shares with the worker, and sends all other values through a pipe. A thread of the worker reads the
+results and hands out new tasks.
 
 The worker's tensors are views of this memory, without a copy, and a GPU reads pinned slots directly. A slot is used
 again once all of its tensors are freed. If no slot is free, a task uses one of two other slots of the process, from
 which the thread copies tensors at once.
 
-A function of the user may use the GPU itself. Once it has done so, slots are pinned for it, too. Its copies to the GPU
-may then still run when it frees a tensor, so such a slot is used again only after a synchronization. Slots are pinned,
-and the GPU is synchronized, between calls of the function, since both would break a CUDA graph that it captures.
+A function of the user may use the GPU itself. Once it has done so, slots are pinned for this function, too. Its copies
+to the GPU may then still run when it frees a tensor, so such a slot is used again only after a synchronization. Slots
+are pinned, and the GPU is synchronized, between calls of the function, since both would break a CUDA graph that it
+captures.
 
-If a process dies, a new process replaces it, and the items of the dead process are retried one by one. An item that
-kills three processes becomes a failure. If the worker ends, its decoding processes end within a second.
+If a process dies, a new process replaces it, and the items of the task that it was working on are retried one by one.
+An item that kills three processes becomes a failure. If the worker ends, its decoding processes end within a second.
 """
 
 from __future__ import annotations
@@ -241,6 +243,7 @@ class Decoders:
         """Start to decode the items that `more` returns.
 
         Args:
+            more: returns the next items, or None if there are none yet.
             pinned: whether tensors must be in pinned memory, which needs a GPU in this process. The caller then keeps
                 tensors until the GPU has read them.
             uses_gpu: for a caller that does not keep tensors: whether it uses the GPU by now. From then on, tensors are
@@ -257,12 +260,13 @@ class Decoders:
             os.write(self._wake, b"x")
 
     def take(self, count: int) -> list[Decoded]:
-        """Wait for the next items and return them. The caller must not take more items than `more` returned.
+        """Wait for the next `count` items and return them. The caller must not take more items than `more` returned.
 
         Raises:
-            MissingExtraError: a package that decoding needs is not installed. This is not a `Failure`, because it would
-                affect all items.
-            ModelRunError: the decoding processes end before they decode anything.
+            MissingExtraError: a package that decoding needs is not installed. This error does not become a `Failure`,
+                because it would affect all items.
+            ModelRunError: three times, a decoding process ended while it had no task, and no task was finished in
+                between.
         """
         if self._uses_gpu():
             self._pin_and_free()

@@ -21,8 +21,8 @@ class Lost:
     """Reports a chunk that was lost with its worker.
 
     Attributes:
-        why: the reason why the worker ended; None: the chunk did not cause the end.
-        deaths: number of workers that have ended while they had the chunk.
+        why: the reason why the worker ended; None: the chunk did not cause the loss.
+        deaths: number of workers that have ended because of the chunk, if `why` is not None.
     """
 
     chunk: Chunk
@@ -62,4 +62,5 @@ class Workers(Protocol):
         """Wait for new events and return them. After `patience_s` without any, return an empty list."""
 
     def close(self, at_once: bool = False) -> None:
-        """End the workers, at once or after they have computed all chunks."""
+        """End the workers. `at_once`: even during chunks, whose results are then lost. Otherwise all chunks must be
+        finished before."""

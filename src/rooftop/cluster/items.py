@@ -146,7 +146,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
         kind: one of `KINDS`; None: the only kind to which all suffixes of the files belong.
 
     Raises:
-        InputError: inputs are empty, a path does not exist, a folder has no such files, or the kind is unclear.
+        InputError: inputs are empty, a path does not exist, a folder has no files of the kind, or the kind is unclear.
     """
     if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Collection) or not len(inputs):
         raise InputError(f"inputs: expected a list of files and folders, got {inputs!r}")
@@ -437,7 +437,8 @@ LOADED = {"image": ["rooftop.media.images"], "clip": ["rooftop.media"], "cloud":
 def decoder(decoding: Decoding) -> Callable[[Item], Any]:
     """Return a function that decodes an item for the target. Threads may call the function concurrently.
 
-    The function raises `InputError` for a damaged item, and passes on any error of a reader.
+    The function raises `InputError` for an item whose content is `Damage`, and passes on the errors of readers
+    unchanged.
     """
     for module in LOADED.get(decoding.kind, ()):
         importlib.import_module(module)

@@ -79,8 +79,8 @@ def divide(device: str, workers: int | None, decodes: bool = False, decoders: in
         workers: number of workers. None: one per GPU, or one per four cores on the CPU, and at least two if there are
             two cores.
         decodes: whether items are files that must be decoded.
-        decoders: decoding processes per worker. None: one per core on a GPU, if a worker has several cores; none on the
-            CPU, where the target itself needs the cores. 0: threads decode.
+        decoders: decoding processes per worker. None: on a GPU, one per core of the worker's share, at most 32, or none
+            if the share is one core; none on the CPU, where the target itself needs the cores. 0: threads decode.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = _gpus() if device != "cpu" else 0
@@ -138,7 +138,8 @@ class LocalWorkers:
     def has_room(self, careful: bool = False) -> bool:
         """Whether a worker can take another chunk.
 
-        A worker can take another chunk if it has fewer than two, or too few items to keep its decoding processes busy.
+        A worker can take another chunk if it has fewer than two chunks, or too few items to keep its decoding processes
+        busy. It can take a careful chunk (an item that may kill workers) if it has no chunk.
         """
         return self._freest(careful) is not None
 
@@ -228,7 +229,8 @@ class LocalWorkers:
         self._workers[self._workers.index(worker)] = _Worker(self.job, self.division, worker.number)
 
     def close(self, at_once: bool = False) -> None:
-        """End the worker processes: let idle workers exit by themselves, or kill all at once."""
+        """End the worker processes: kill them at once, or let them exit by themselves, and kill those that still run
+        after 5 s."""
         for worker in self._workers:
             if not at_once:
                 worker.say_end()

@@ -61,14 +61,17 @@ class MapReport:
             finished item.
         start: seconds of each phase before the first results, by name. The phases of workers are those of the worker
             that was slowest to start.
-        items_per_s: items per second from the end of the first chunk to the end of the last chunk.
-        decode_ceiling, call_ceiling: items per second that decoding (or the target) would reach if its threads were
-            always busy, computed from the times of this run. None: that work took no time.
+        items_per_s: items per second from the end of the first chunk to the end of the last chunk; with a single chunk,
+            items per second of `working_s`.
+        decode_ceiling: items per second that decoding would reach if all its threads or processes were always busy,
+            computed from the times of this run. None: decoding took no time.
+        call_ceiling: items per second that the target would reach if each worker were always calling it, computed
+            from the times of this run. None: the target took no time.
         percent_of_ceiling: `items_per_s` in percent of the lower ceiling.
-        workers: number of workers that did any work. `decoding` names the decoders of each worker, such as "16
+        workers: number of workers that finished a chunk. `decoding` names the decoders of each worker, such as "16
             processes".
         lost: number of chunks that had to be repeated.
-        first_error: "input: error" of the first row of this run with an error, or None.
+        first_error: file, place and error of the first row of this run with an error, as text, or None.
         unread: the files that could not be read to their end, so that later lines or rows are missing in the results.
     """
 
@@ -158,8 +161,8 @@ def map_items(
 
     Args:
         target: "my.py:fn" or "package.module:fn", a function, a class that each worker instantiates once, or a target
-            of `model_target`. A worker calls the target with one item, in the form that `rooftop.cluster.items`
-            describes.
+            of `model_target`. A worker calls the target with one item (with `batch`, with a list of items), in the form
+            that `rooftop.cluster.items` describes.
         inputs: files, or folders to search recursively.
         out: the folder for the results, which is created.
         kind: "image", "clip", "cloud", "text", "row" or "path". None: found from the files' suffixes.
@@ -167,14 +170,16 @@ def map_items(
         frames, step, stride: for clips, the frames per clip, the distance between these frames, and the distance
             between the first frames of consecutive clips (None: clips share no frames).
         point_columns: numbers per point in a .bin file.
-        workers: number of processes on this machine. None: one per GPU, or one per four cores on the CPU.
+        workers: number of processes on this machine. None: one per GPU, or one per four cores on the CPU, and at least
+            two if there are two cores.
         device: "cpu", "cuda" or "auto". Each worker sees one GPU.
         decoders: processes per worker that decode photographs, clips and clouds. None: on a GPU one per core,
-            divided among the workers, at most 32; none on the CPU. 0: threads of the worker decode.
+            divided among the workers, at most 32 per worker; none on the CPU. 0: threads of the worker decode.
         scheduler: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786". The scheduler's workers replace the
             processes on this machine.
-        timeout_s: time limit for one call of the target including the decoding of its items. An item that takes longer
-            becomes a row with an error. None: no limit.
+        timeout_s: time limit in seconds for one call of the target, including the decoding of its items. If a batch
+            takes longer, its items are retried one by one. An item that takes longer becomes a row with an error. None:
+            no limit.
         retry_errors: whether to recompute the items whose rows have an error.
         progress: called repeatedly with (the current activity, the finished fraction or 0 if unknown).
         say: called with a line of text about each problem that does not end the run.
@@ -182,7 +187,8 @@ def map_items(
     Raises:
         TargetError: the target does not exist.
         InputError: inputs are missing or their kind is unclear; a number is out of range; `out` has results of another
-            target or of other arguments, or another run writes to it; or a table cannot hold the first result.
+            target or of other arguments, or another run writes to it; or the first good result does not fit into a
+            table.
         ModelRunError: workers cannot load the target, or end during their start.
         SchedulerError: no scheduler answers, or the scheduler went away and did not come back. `out` keeps the results
             so far.

@@ -83,7 +83,7 @@ class ModelTarget:
     """A classifier or a detector of photographs as a target.
 
     Attributes:
-        prepare: turns a photograph into the model's input. Decoding threads and processes use it.
+        prepare: turns a photograph into the model's input. Decoding threads or processes call this function.
         answer: turns the model's results into rows.
     """
 

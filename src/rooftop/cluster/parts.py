@@ -50,7 +50,8 @@ REMEDIES = {
 
 
 class Done:
-    """The set of items that are done: the name of each file, and a bit for each of its lines, rows or clips."""
+    """The set of items that are done: the names of files that are one item, and, for each other file, a bit for each
+    place (line, row or first frame of a clip)."""
 
     def __init__(self) -> None:
         self._whole: set[str] = set()
@@ -81,8 +82,8 @@ class Parts:
             parts.settle(columns)
             parts.add(batch)
 
-    `Parts` writes added rows once there are many of them, once they have waited long, and when the `with` block ends,
-    even by an exception.
+    `Parts` writes added rows once they take `PART_BYTES`, once the oldest has waited for `FIRST_PART_S` (or for
+    `PART_SHARE` of the run's time, if that is longer), and when the `with` block ends, even by an exception.
 
     Args:
         folder: created if its parent exists.
@@ -235,7 +236,8 @@ class Parts:
         self.write_if_due()
 
     def write_if_due(self) -> None:
-        """Write the added rows that are not yet on the disk, if there are many of them or if they have waited long."""
+        """Write the added rows that are not yet on the disk, if they take enough bytes or have waited long enough (see
+        `Parts`)."""
         now = time.monotonic()
         patience = max(FIRST_PART_S, PART_SHARE * (now - self._begun))
         if self._waiting and (self._waiting_bytes >= PART_BYTES or now - self._since >= patience):

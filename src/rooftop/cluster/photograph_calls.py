@@ -69,8 +69,8 @@ class Answer(Protocol):
     def table(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> Any:
         """Make a pyarrow.RecordBatch with a row for each photograph, from results in host memory.
 
-        The columns are made from whole tensors. Python objects for the numbers of a hundred boxes would take longer
-        than the network.
+        The columns are made from whole tensors. A detector predicts a hundred boxes per photograph: to make a Python
+        object for each of their numbers would take longer than the network.
 
         Raises:
             ModelRunError: a result is not finite.
@@ -90,7 +90,7 @@ class _Begun:
 
 @lru_cache(SIZES)
 def no_change(width: int, height: int) -> Resize:
-    """The change of a photograph that keeps its size."""
+    """A `Resize` that leaves a photograph as it is."""
     return Resize((width, height))
 
 
@@ -104,7 +104,7 @@ class PhotographCall:
 
     Attributes:
         device_s: seconds that the device has spent on finished batches.
-        pins: whether pixels that are in pinned memory are sent without a further copy.
+        pins: whether pixels that are in pinned memory are sent to the device without a further copy on the host.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PhotographCall:
         """Start to compute the results of photographs. On a GPU, the host does not wait.
 
         Raises:
-            ModelRunError: there is not enough memory.
+            ModelRunError: the batch does not fit into the GPU's memory.
         """
         filled = [*photographs, *photographs[:1] * (self._filled_to - len(photographs))]
         try:
@@ -167,7 +167,8 @@ class PhotographCall:
         return self._answer.table(begun.photographs, [each[:count] for each in begun.results], begun.classes)
 
     def warm_up(self, side: int, batch: int) -> None:
-        """Run the model once on black images, so that its kernels are compiled and a CUDA graph is captured."""
+        """Run the model once on `batch` black images of `side` x `side` pixels, so that its kernels are compiled and a
+        CUDA graph is captured."""
         black = Shown((side, side), torch.zeros(side, side, 3, dtype=torch.uint8))
         begun = self.begin([black] * batch)
         if self._on_gpu:
@@ -268,8 +269,9 @@ class Objects:
     preprocessing: Preprocessing = IMAGENET
 
     def compute(self, network: nn.Module, images: list[Tensor], sizes: list[tuple[int, int]]) -> Computed:
-        """Return for each photograph whether its predictions are finite, the number of scores that reach the threshold,
-        scores and labels (B, queries), best first, and boxes (B, queries, 4)."""
+        """Return for each photograph whether its predictions are finite, (B,), the number of scores that reach the
+        threshold, (B,), the scores and the labels, (B, queries) each, and the boxes, (B, queries, 4). The best score is
+        first."""
         assert isinstance(network, Detr)
         predictions = network(images[0] if len(images) == 1 else [image for each in images for image in each])
         logits, boxes = predictions.logits, predictions.boxes

@@ -1,7 +1,8 @@
 """Photographs for models: decode a file, and resize it here or leave the resize to the GPU.
 
-Resizing takes more time than decoding: for a detector, ten times as much. A GPU gives the same pixels almost at once,
-and a photograph has fewer bytes than its enlargement. So if the worker has a GPU, decoding processes only decode.
+Resizing takes more time than decoding: for a detector, ten times as much. A GPU resizes almost at once to the same
+pixels, and a photograph has fewer bytes to send than its enlargement. So if the worker has a GPU, decoding processes
+leave the resize to it, except for large photographs.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Preparation(ABC):
         return Shown(image.size, torch.from_numpy(np.array(changed)))
 
     def read(self, path: str, device: str) -> Shown:
-        """Read a photograph's file. For the device "cuda", the photograph is resized only if the GPU does not give the
-        same pixels, or if it is large.
+        """Read a photograph's file, and resize it. For the device "cuda", the photograph is not resized, except if it
+        has more than `MOST_PIXELS` pixels, or if the GPU cannot resize it to the same pixels.
 
         Raises:
             InputError: as in `rooftop.media.images.pillow_image`.

@@ -172,7 +172,7 @@ def learned(columns: Any | None, row: Row) -> Any:
     the row.
 
     Raises:
-        InputError: a value fits into no type of column, or a column has the name of a fixed column.
+        InputError: a value fits into no type of column, a column has the name of a fixed column, or the row is empty.
     """
     pa = load_arrow()
     taken = [name for name in row if name in FIXED]

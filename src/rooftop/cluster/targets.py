@@ -63,8 +63,8 @@ class Target(Protocol):
             results.
         batch: maximum number of values per call; None: one.
         columns: a pyarrow.Schema of the results, or None: the first result sets it.
-        prepare: for targets that take photographs: the function that decoding threads apply to each Pillow image. See
-            also `Reads`.
+        prepare: for targets that take photographs: the function that decoding threads or processes apply to each Pillow
+            image. See also `Reads`.
     """
 
     @property
@@ -83,8 +83,8 @@ class Target(Protocol):
     def prepare(self) -> Callable[[Any], Any] | None: ...
 
     def load(self, device: str) -> Call:
-        """Return the function for batches, on "cpu" or "cuda". The function may be a `PipelinedCall`. Each worker calls
-        `load` once."""
+        """Return the function that computes the results of a batch on "cpu" or "cuda". The function may be a
+        `PipelinedCall`. Each worker calls `load` once."""
 
     def sent(self) -> Target:
         """Return the target for workers on other machines, with all the data that it needs."""

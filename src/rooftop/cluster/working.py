@@ -4,7 +4,8 @@ the results.
 If an item fails, only this item becomes a row with an error. If a batch fails, its items are retried one by one.
 
 Every exception of a user's code is such a failure, also KeyboardInterrupt: workers ignore Ctrl-C, so only the code
-itself can have raised it. The process that started the run handles Ctrl-C.
+itself can have raised it. The process that started the run handles Ctrl-C. Only `torch.AcceleratorError` is passed on,
+because the process can no longer use its GPU after this error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Job:
     Attributes:
         threads: number of a worker's decoding threads, or of its decoding processes.
         processes: whether processes decode, instead of threads.
-        timeout_s: time limit of an item or a batch; None: no limit.
+        timeout_s: time limit in seconds for a batch (without batches, for an item); None: no limit.
     """
 
     target: Target
@@ -91,7 +92,8 @@ class Outcome:
     Attributes:
         batch: a pyarrow.RecordBatch.
         decoded, called: number of items that were decoded, and number that were passed to the target.
-        decode_s, call_s: seconds of the decoding threads, and seconds of the target (of its GPU for a `PipelinedCall`).
+        decode_s: seconds of decoding, the sum over all threads or processes.
+        call_s: seconds of the target; for a `PipelinedCall`, of its device.
         worker: name of the worker. `threads` is the worker's number of decoding threads, or of decoding processes if
             `processes`.
     """
@@ -110,18 +112,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decoded:
-    """An item's value or error, and the seconds that a thread spent on it."""
+    """An item's value, or the `Failure` of its decoding, and the seconds that the decoding took."""
 
     value: Any
     seconds: float
 
 
 def decoded(decode: Callable[[Item], Any], item: Item) -> Decoded:
-    """Decode an item. A damaged item becomes a `Failure`.
+    """Decode an item. If decoding raises, the value is a `Failure`.
 
     Raises:
-        MissingExtraError: a package that decoding needs is not installed. This is not a `Failure`, because it would
-            affect all items.
+        MissingExtraError: a package that decoding needs is not installed. This error does not become a `Failure`,
+            because it would affect all items.
     """
     begun = time.perf_counter()
     try:

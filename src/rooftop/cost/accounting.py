@@ -232,8 +232,8 @@ def stored_elements(tensor: Tensor) -> int:
 
 
 def distinct_elements(tensor: Tensor) -> int:
-    """Number of memory elements that a tensor covers. Repeated elements (stride 0) count once, and overlapping windows
-    count at most the memory that they span.
+    """Number of elements in memory that a tensor covers. Repeated elements (stride 0) count once, and overlapping
+    windows count at most the memory that they span.
 
     For a sparse tensor, the elements of its values count.
     """
@@ -297,7 +297,7 @@ def _bytes_of_views(views: list[Tensor]) -> int:
 
 
 def _span(tensor: Tensor) -> int:
-    """Number of memory elements from a tensor's first to its last element, both included."""
+    """Number of elements in memory from a tensor's first to its last element, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -66,6 +66,6 @@ def command() -> None:
     """Classify photographs and videos with an image model: show the most probable classes of each.
 
     PATH is a photograph, a folder of photographs, or a video. One frame of a video per second is classified (--every).
-    The classes are ImageNet's 1000 classes, or the classes named in a file of `rooftop train`. For your own weights
-    from another source, class numbers are shown.
+    A file of `rooftop train` contains the names of its classes. Other weights with 1000 classes get ImageNet's names.
+    For all other weights, class numbers are shown.
     """

@@ -23,7 +23,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class PercentType(click.ParamType[float]):
-    """Parse a percentage, with or without its sign; return the fraction."""
+    """Parse a percentage, with or without %; return the fraction."""
 
     name = "percent"
 

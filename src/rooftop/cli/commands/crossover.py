@@ -39,6 +39,6 @@ def command() -> None:
 
     "GPU" starts with its operands on the device. "GPU with transfers" copies the inputs from pinned host memory, copies
     the result back and waits for it. The size counts elements (add), rows and columns of square matrices (matmul), or
-    rows of 1024 (linear, layer_norm). Each call allocates its result, as in eager mode; above 32 MiB the CPU gets fresh
-    memory from the system each time. The command takes about ten seconds.
+    rows of 1024 (linear, layer_norm). Each call allocates its result, as in eager mode. On the CPU, a result above
+    32 MiB gets fresh memory from the system each time. The command takes about ten seconds.
     """

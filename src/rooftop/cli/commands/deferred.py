@@ -9,7 +9,8 @@ from typing import Any
 
 
 def done_by(place: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command whose work the function at "module:name" does. The command keeps its name and docstring."""
+    """Make a decorator that replaces a command's body with a call of the function at `place`, "module:name". The
+    command keeps its name and docstring."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)

@@ -70,6 +70,6 @@ Examples:
 def command() -> None:
     """Detect objects on photographs with a DETR: print a table, and draw their boxes.
 
-    PATH is a photograph or a folder of photographs. Weights with COCO's classes use COCO's names. Weights of `rooftop
-    train` contain the names of their classes.
+    PATH is a photograph or a folder of photographs. Weights of `rooftop train` contain the names of their classes.
+    Other weights with 91 or 80 classes get COCO's names. For all other weights, class numbers are shown.
     """

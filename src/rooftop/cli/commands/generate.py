@@ -106,5 +106,6 @@ under 30 s; --no-roof skips this measurement.
 def command() -> None:
     """Generate text with a language model (GPT-2, Llama, Mistral or Qwen), and report its speed.
 
-    Text is printed as it is generated. Several prompts are generated in one batch, and printed one after another.
+    Text is printed as it is generated. The texts of several prompts are generated in one batch. The text of each prompt
+    is printed once the texts of all earlier prompts are complete.
     """

@@ -130,10 +130,10 @@ pandas.read_parquet("classes.parquet").
 def command() -> None:
     """Call TARGET for every item of INPUTS, on all GPUs or cores, and write each result to Parquet when it is ready.
 
-    TARGET is a model (resnet50, detr_resnet50, ...), my.py:function, package.module:function, or a class. INPUTS are
-    files, or folders, which are searched recursively. Each item has one row: input, place (line, row or first frame in
-    the file), error, and the columns of the result. The first good result sets the columns. An item becomes a row with
-    an error if it cannot be read, raises, hangs (--timeout) or kills its process.
+    TARGET is a model (resnet50, detr_resnet50, ...), or a function or class, given as my.py:NAME or
+    package.module:NAME. INPUTS are files, or folders, which are searched recursively. Each item has one row: input,
+    place (line, row or first frame in the file), error, and the columns of the result. The first good result sets the
+    columns. An item becomes a row with an error if it cannot be read, raises, hangs (--timeout) or kills its process.
 
     The exit status is 1 if every item has an error or a file cannot be read to its end, and otherwise 0.
     """

@@ -47,6 +47,7 @@ Examples:
 def decode_command() -> None:
     """Decode FILE into upright RGB pictures, or into one array.
 
-    Frame numbers count from the start of the video, even with --start and --every. Each file is written completely or
-    not at all. If the video is damaged, the pictures before the damage are kept, and no array is written.
+    The number in a file's name counts frames from the start of the video, even with --start and --every. Each file is
+    written completely or not at all. If the video is damaged, the pictures before the damage are kept, and no array is
+    written.
     """

@@ -76,7 +76,9 @@ def command() -> None:
 
     TARGET is a built-in model (resnet50) or package.module:callable, as for `rooftop analyze`.
 
-    A change is kept if the whole model gains more than the noise, and its results are as accurate as the original's.
-    Results are compared on the given inputs, on similar inputs, and on NaN, -0.0, constant and large values. Rejected
-    changes are listed with the reason. In your own program, rooftop.optimize(model, x).module is the faster module.
+    A change is kept if the whole model gains more than the noise, and its results are as accurate as the original's,
+    both compared with the model in float64. The inputs are the given inputs, similar inputs, and NaN, -0.0, constant
+    and large values. Rejected changes are listed with the reason.
+
+    In your own program, rooftop.optimize(model, x).module is the faster module.
     """

@@ -82,6 +82,7 @@ def command() -> None:
     """Predict the next frames of a clip with a ConvLSTM, each frame from all earlier frames.
 
     Writes a video (real frames on the left, predicted frames on the right) and a picture (real frames above the
-    predicted frames). Predictions beyond the end of the clip are shown beside black frames. Prints the error of the
-    prediction, and the error of repeating the last known frame. Existing files are replaced.
+    predicted frames). Predictions beyond the end of the clip are shown beside black frames. Prints the mean absolute
+    error of the predicted frames, and, for comparison, the error if the last known frame is repeated instead. Existing
+    files are replaced.
     """

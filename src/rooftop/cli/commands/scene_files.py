@@ -56,6 +56,6 @@ def build_command() -> None:
 def info_command() -> None:
     """Show what is in a geometry file: levels, clusters, pages and the tree.
 
-    Reads every page and compares its checksum. The error of a level is the largest distance of its clusters from the
-    surface, in the mesh's units.
+    Reads every page and compares its checksum with the stored one. The error of a level is the largest error of its
+    clusters: an estimate of a cluster's distance from the surface of the mesh, in the mesh's units.
     """

@@ -117,7 +117,7 @@ class Tasks(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command for a name, as click does.
+        """Find the command that the first word names, as click does.
 
         Raises:
             click.UsageError: no task has that name; the message suggests the nearest names.
