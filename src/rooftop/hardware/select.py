@@ -42,7 +42,7 @@ def select_devices(
     min_capability: tuple[int, int] | None = None,
     near: torch.device | str | int | None = None,
 ) -> list[torch.device]:
-    """Choose GPUs that qualify. GPUs with the most free memory come first.
+    """Choose GPUs that qualify. Without `near`, GPUs with the most free memory come first.
 
     Args:
         count: the number of GPUs.
@@ -50,8 +50,8 @@ def select_devices(
             as used.
         min_capability: lowest compute capability, e.g. (9, 0).
         near: a GPU with which the chosen GPUs will work. `near` itself is not chosen. GPUs that NVLink connects to
-            `near` come first, then GPUs whose memory `near` can access directly, then all others. Each group is sorted
-            by free memory.
+            `near` come first, then GPUs whose memory `near` can access directly, then all others. In each group,
+            GPUs with the most free memory come first.
 
     Raises:
         DeviceSelectionError: fewer than `count` GPUs qualify.

@@ -86,7 +86,7 @@ class Trace:
         events: all events of host and device, in no particular order. Available after the block.
         found: the result of `read`.
         beginning: whether a profiler of this class is starting now.
-        switching: returns a context around each start and each end of a profiler.
+        switching: returns the context in which a profiler of this class starts or ends; other modules may set it.
     """
 
     beginning: ClassVar[bool] = False

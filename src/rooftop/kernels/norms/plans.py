@@ -436,11 +436,11 @@ def parts_of(
     rows: int, columns: int, dtypes: Sequence[torch.dtype], strides: Sequence[int], worthwhile: bool
 ) -> list[Part]:
     """Split the rows of (M, N) tensors into a range that is loaded with a shift and a range that is loaded without a
-    shift. If `worthwhile`, the shifted range is the largest multiple of eight rows. A shift means that the kernel loads
-    the groups of 16 bytes that enclose an unaligned row.
+    shift. The shifted range is the largest multiple of eight rows. A shift means that the kernel loads the groups of
+    16 bytes that enclose an unaligned row.
 
-    No row is loaded with a shift if an element has four bytes, if N is a multiple of four, or if rows are not
-    contiguous.
+    No row is loaded with a shift if `worthwhile` is false, if an element does not have two bytes, if N is a multiple of
+    four or below `tables.SHIFTED_FROM`, or if rows are not contiguous.
     """
     odd = worthwhile and columns >= tables.SHIFTED_FROM and columns % 4 != 0 and rows >= 8
     if not odd or any(d.itemsize != 2 for d in dtypes) or any(stride != columns for stride in strides):

@@ -70,7 +70,7 @@ class Mailboxes:
 
     @staticmethod
     def bytes_of(ranks: int, words: int) -> int:
-        """The size of a mailbox in bytes. A mailbox contains the words of all ranks for two calls."""
+        """The size of a mailbox in bytes. A mailbox has room for the words of all ranks in two successive calls."""
         return 2 * ranks * words * WORD_BYTES
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
