@@ -36,7 +36,8 @@ class Launch:
     Attributes:
         kernel: the kernel's name.
         grid: number of programs in each dimension; empty for a cluster kernel, whose grid depends on the device.
-        sizes: the kernel's arguments after its tensors: rows, columns and strides in groups of UNIT elements.
+        sizes: the kernel's arguments after its tensors: rows, columns and strides. If the kernel has the constant UNIT,
+            columns and strides are in units of UNIT elements. A cluster kernel also has its number of stages.
         constants: the kernel's constants, and its number of warps.
         staged: the launch of a cluster kernel.
         slots: number of rows of partial sums that the kernel writes in backward. `slots` is not used for cluster
@@ -63,7 +64,8 @@ class NormPlan:
             staged in the shared memory of a cluster of blocks), "reference" (plain PyTorch).
         launches: the launches, in order. The last rows (up to seven) may need a different kernel from all other rows.
         reason: why this plan was chosen.
-        refused: if the table lists a cluster kernel that cannot compute these rows, the reason.
+        refused: under "clusters", the reason why the cluster kernel in the table cannot compute these rows; empty if
+            the table has no such kernel.
     """
 
     backend: Backend
