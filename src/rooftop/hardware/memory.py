@@ -86,7 +86,9 @@ class TrackedMemory:
 
 
 def memory_summary() -> list[DeviceMemory]:
-    """The memory of each GPU, then of the CPU. PyTorch does not count the CPU's allocated, reserved and peak bytes."""
+    """The memory of each GPU, then of the CPU. The CPU's allocated, reserved and peak bytes are None, because PyTorch
+    does not count them.
+    """
     with nvml_session() as nvml:
         found = []
         for index in range(torch.cuda.device_count()):
@@ -135,8 +137,8 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     """Measure the memory of a block of code. Blocks may be nested.
 
     On a GPU, tracking reads counters of the allocator, which cover all threads. Tracking resets PyTorch's peak counter
-    at the start. On the CPU, tracking counts, from 0, the storages that PyTorch operators create in the block. Earlier
-    storages, workspaces of kernels, and allocations of compiled code (`torch.compile`) are not counted.
+    at the start. On the CPU, tracking counts, from 0, the bytes of storages that PyTorch operators create in the block.
+    Earlier storages, workspaces of kernels, and allocations of compiled code (`torch.compile`) are not counted.
 
     Args:
         device: by default the current GPU, or the CPU if there is none.

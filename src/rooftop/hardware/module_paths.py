@@ -20,9 +20,10 @@ OUTSIDE = None
 
 
 class ModulePaths:
-    """The scopes (names of calls) of modules, and the owners of parameters, which the tables do not keep alive.
+    """The scopes (names of calls) of modules, and the scopes that own parameters. The tables keep neither modules nor
+    parameters alive.
 
-    The first module that is called from outside any module is the root. The scopes of later such modules begin with
+    The first module that `adopt` names has the scope "". The scopes of modules that `adopt` names later begin with
     their class names.
     """
 
@@ -36,7 +37,7 @@ class ModulePaths:
         self._owners = WeakIdKeyDictionary()  # parameter -> the first scope that owns it
 
     def adopt(self, root: nn.Module) -> str:
-        """Name a module that is called from outside any module, and all modules below it. Return its scope."""
+        """Name a module, and each module below it that has no name yet. Return the scope of the module."""
         prefix = "" if not self._taken else type(root).__name__
         while prefix in self._taken:
             prefix += "'"
@@ -53,7 +54,7 @@ class ModulePaths:
         return module in self._first
 
     def owner(self, parameter: object) -> str | None:
-        """The scope of the module that owns a parameter."""
+        """The first scope that owns a parameter; None if no adopted module contains it."""
         found: str | None = self._owners.get(parameter)
         return found
 

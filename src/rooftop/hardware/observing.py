@@ -111,7 +111,8 @@ class ObservingMode(LightMode):
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and return its result. Each subclass must define this method.
 
-        An operator that takes functions has no schema. Control flow operators never reach this method.
+        If `func` is an operator that takes functions, it has no schema. Control flow operators never reach this method,
+        because the mode runs their functions operator by operator.
         """
         raise NotImplementedError(f"{type(self).__name__} must define observe")
 
@@ -124,7 +125,7 @@ _changed = ExitStack()
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Disable compilation in the block, in all threads. If the program sets a compiler stance in the block, that stance
-    stays.
+    applies at once and stays after the block.
 
     The compiler takes seconds to import. So if the program has not imported the compiler yet, compilation is disabled
     when the program imports the compiler.
@@ -247,7 +248,9 @@ def _entry(place: str) -> types.CodeType:
 
 
 def run_control_flow(place: str, *arguments: Any, **options: Any) -> Any:
-    """Run the replacement of a control flow function while a program is watched."""
+    """Run the eager version of the control flow function at `place` (module and name). Under torch.export, run the
+    function itself.
+    """
     meaning, itself = _running[place]
     if torch.compiler.is_compiling():  # torch.export must record the operator itself into its graph
         return itself(*arguments, **options)

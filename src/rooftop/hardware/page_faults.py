@@ -1,9 +1,10 @@
-"""Count page faults: memory pages that a program repeatedly requests from the system.
+"""Count page faults. At a page fault, the system provides a memory page that a program does not have yet.
 
 The C library's `malloc` returns large blocks of memory to the system when they are freed. A step on a CPU that
 allocates and frees its activations then requests the same pages each time, and the system first fills each page with
 zeros. These page faults make a convolutional network slower. Whether malloc returns memory depends on the rest of the
-heap. So a step runs in one of two states of the heap. An analysis, which uses memory, can change that state.
+heap. So the heap is in one of two states: malloc keeps the memory after a step, or returns it. An analysis, which uses
+memory, can change that state.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class PageFaults:
         """The time that page faults add to a step of `threads` threads.
 
         The system serves one thread at a time, and it is unknown whether the other threads wait for it. So the
-        result is the mean of two bounds: one thread's share of the time, and the whole time.
+        result is the mean of two bounds: `system_ms` divided by `threads`, and the whole `system_ms`.
         """
         return self.system_ms * (1 + 1 / threads) / 2
 
@@ -64,7 +65,7 @@ KEPT_BYTES, KEPT_PIECE = 256 << 20, 32 << 20
 
 
 def page_faults() -> PageFaults:
-    """Page faults since the process started. All counts are 0 if the system does not count page faults."""
+    """Page faults since the process started. Count and time are 0 if the system does not count page faults."""
     if resource is None:
         return NO_FAULTS
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -75,7 +76,8 @@ def keep_memory() -> None:
     """Let this process keep the memory that it frees, for programs that decode photographs.
 
     By default glibc returns the memory to the system after each photograph, and the next photograph faults each page in
-    again. For a photograph of 500 x 375 pixels, returning the memory caused 470 page faults, which took 0.8 of 2.1 ms.
+    again. For a photograph of 500 x 375 pixels, returning the memory caused 470 page faults, which took 0.8 ms of
+    2.1 ms per photograph.
     """
     with suppress(AttributeError, OSError):  # the C library is not glibc
         library = ctypes.CDLL(None)

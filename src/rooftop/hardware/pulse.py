@@ -1,9 +1,10 @@
-"""Measure the CPU's current speed, and compare it with the best so far.
+"""Measure the CPU's current speed, and compare it with the best speed measured earlier.
 
 Other virtual machines on the same host can slow a machine down unnoticed, and a warm laptop lowers its clocks. All
 steps then take longer, and since their times agree, nothing looks wrong. So two fixed pieces of work are timed when the
-ceilings are measured, and again with the steps that are compared with the ceilings. Each piece of work takes about as
-long as a step. A host may repeatedly take a core away for some milliseconds, which very short calls would miss.
+ceilings are measured, and again with the steps that are compared with the ceilings. A host may repeatedly take a core
+away for some milliseconds, which very short calls would miss. So each piece of work takes some milliseconds, like a
+step.
 
     product    a matrix product of 1024 x 1024 x 1024 in float32, flop/s
     read       a sum over 64 MiB, bytes/s

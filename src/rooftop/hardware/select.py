@@ -42,7 +42,7 @@ def select_devices(
     min_capability: tuple[int, int] | None = None,
     near: torch.device | str | int | None = None,
 ) -> list[torch.device]:
-    """Choose GPUs that qualify. GPUs with the most free memory come first.
+    """Choose GPUs that qualify. Without `near`, GPUs with the most free memory come first.
 
     Args:
         count: the number of GPUs.
@@ -50,8 +50,8 @@ def select_devices(
             as used.
         min_capability: lowest compute capability, e.g. (9, 0).
         near: a GPU with which the chosen GPUs will work. `near` itself is not chosen. GPUs that NVLink connects to
-            `near` come first, then GPUs whose memory `near` can access directly, then all others. Each group is sorted
-            by free memory.
+            `near` come first, then GPUs whose memory `near` can access directly, then all others. In each group,
+            GPUs with the most free memory come first.
 
     Raises:
         DeviceSelectionError: fewer than `count` GPUs qualify.
@@ -195,14 +195,14 @@ class Ensemble(nn.Module):
 
     Args:
         modules: the models, which are moved to their devices in place. Models on different devices may not share
-            parameters.
+            parameters or buffers.
         devices: one device for each model. By default the choice of `select_devices`, or the CPU if there are no GPUs.
         combine: function that makes one result from the list of outputs, which are all on the first device. By default
             `torch.stack`.
 
     Raises:
         ValueError: there are no modules, the numbers of devices and modules differ, or two modules on different devices
-            share a parameter.
+            share a parameter or a buffer.
         DeviceSelectionError: no devices are named, and there are fewer GPUs than modules.
     """
 
@@ -241,8 +241,8 @@ class Ensemble(nn.Module):
 
         Raises:
             TypeError: an output is not a tensor, and `combine` is not given.
-            BaseException: the first exception of a model, with its number and device as a note, after all models have
-                ended.
+            BaseException: the first exception of a model, with the model's number and device as a note, after all
+                models have ended.
         """
         modes = Modes.of_this_thread()
         streams = [caller_stream(device) for device in self.devices]

@@ -46,11 +46,12 @@ class StepTime:
     """The time of a step in ms, with an interval.
 
     Attributes:
-        ms: the time.
-        low_ms, high_ms: the ends of the interval: the fastest window, and the median of all windows.
+        ms: the time: the 10th percentile of the windows, or the mean of all steps if `mean`.
+        low_ms, high_ms: the ends of the interval: the fastest window and the median of all windows; if `mean`, see
+            `of_loop`.
         steps, blocks: the number of timed steps, and the number of their blocks.
         mean: whether the time is the mean of all steps.
-        drift_ms: the largest difference between medians of blocks.
+        drift_ms: the difference between the highest and the lowest median that the steps of a block have.
     """
 
     ms: float
@@ -80,7 +81,8 @@ class StepTime:
     @classmethod
     def of_loop(cls, durations_ms: Sequence[float]) -> StepTime:
         """The time of a step in a program's own loop, whose steps differ. The time is the mean, because work that only
-        some steps do (printing a value) counts for all steps. The interval contains the middle half of the windows.
+        some steps do (printing a value) counts for all steps. The interval contains the middle half of the windows,
+        and the mean.
         """
         windows, steps = _windows([durations_ms])
         mean, quarter = statistics.fmean(durations_ms), len(windows) // 4
@@ -136,7 +138,7 @@ class StepClock:
 
     @property
     def wall(self) -> StepTime:
-        """Times of a step in sequence. At least one block must have run."""
+        """The wall time of a step, from all blocks that are not excluded. At least one block must have run."""
         return StepTime.of(self._alike(True))
 
     @property
@@ -146,7 +148,9 @@ class StepClock:
 
     @property
     def otherwise(self) -> OtherState | None:
-        """Page faults and time of a step in the excluded blocks; None if there are none."""
+        """The wall time of a step in the excluded blocks, and its page faults in the last of them; None if no block is
+        excluded.
+        """
         blocks = self._alike(False)
         if not blocks:
             return None

@@ -85,7 +85,7 @@ def caller_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 @contextmanager
 def current(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Make the stream, its device and its context current in this thread."""
+    """Make the stream, its device and the device's CUDA context current in this thread. None changes nothing."""
     if stream is None:
         yield
         return
@@ -96,7 +96,7 @@ def current(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def noted(note: str) -> Iterator[None]:
-    """Add a note that names the origin to an exception raised in the block."""
+    """Add `note`, which names the origin, to an exception raised in the block."""
     try:
         yield
     except BaseException as error:
@@ -111,7 +111,7 @@ def run_together(
 
     Args:
         threads: a pool with at least one thread per call.
-        cancel: called when a call or this thread raises (a keyboard interrupt).
+        cancel: called when a call raises, or when this thread is interrupted while it waits for the calls.
     """
     failures: list[BaseException] = []
 

@@ -65,7 +65,8 @@ def measure(
     Args:
         fn: function without arguments. The function must run on `device`, and need not synchronize with a GPU.
         device: the device on which the call runs.
-        seconds, warm_up_seconds: about how long to measure and to warm up (at least `LEAST_SAMPLES` samples).
+        seconds: about how long to measure; at least `LEAST_SAMPLES` samples are taken.
+        warm_up_seconds: about how long to warm up; the function is called at least twice.
         graph: capture the call in a CUDA graph and time its replays (GPU only).
 
     Raises:
@@ -203,7 +204,7 @@ def timing_of(samples: Sequence[float]) -> Timing:
 
 
 def is_sure(gains: Sequence[float]) -> bool:
-    """Whether the measured gains of several rounds, each a fraction of a time, are more than noise.
+    """Whether the gains measured in several rounds are more than noise. A gain is the fraction of the time saved.
 
     There must be at least `SURE_ROUNDS` gains. Few gains may be 0 or less (see `_most_losses`), and the median must
     exceed half the distance between the quartiles.

@@ -1,7 +1,8 @@
 """Describe how this machine's GPUs are connected: their NVLink links, and the path between each pair of GPUs.
 
 The kinds of path, best first: NVLink directly to the other GPU; NVLink to a switch to which the other GPU is also
-connected; the nearest common point on PCIe. The text in brackets is the term of `nvidia-smi topo -m`.
+connected; the nearest common point on PCIe. In the name of a PCIe path, the text in brackets is the term of
+`nvidia-smi topo -m`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Peer:
     Attributes:
         path: "NVLink", "NVLink switch", or the nearest common point of the GPUs on PCIe; None if the driver does not
             report it.
-        links: NVLink links that serve the path.
+        links: number of NVLink links that serve the path; 0 for a path over PCIe.
         peer_access: whether the GPU can read and write the other GPU's memory without the host.
     """
 

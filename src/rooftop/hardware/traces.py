@@ -28,9 +28,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def let_profiler_say_its_word() -> None:
-    """Suppress, once in this process, a message of PyTorch's profiler. PyTorch prints this message when the program
-    releases a memory block that was not allocated under the profiler: for the first such block, and for every
-    thousandth.
+    """Suppress the first of the messages that PyTorch's profiler prints when the program releases a memory block that
+    was not allocated under the profiler. PyTorch prints a message for the first such block, and for every thousandth.
 
     Call this before a watched program begins, because output to stderr during this call (0.1 ms) is lost.
     """
@@ -86,7 +85,7 @@ class Trace:
         events: all events of host and device, in no particular order. Available after the block.
         found: the result of `read`.
         beginning: whether a profiler of this class is starting now.
-        switching: returns a context around each start and each end of a profiler.
+        switching: returns the context in which a profiler of this class starts or ends; other modules may set it.
     """
 
     beginning: ClassVar[bool] = False

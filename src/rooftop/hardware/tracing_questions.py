@@ -31,14 +31,15 @@ def answered(
     questions: Sequence[Question] = QUESTIONS,
     told_the_truth: Collection[str] = TOLD_THE_TRUTH,
 ) -> Iterator[None]:
-    """Replace PyTorch's functions by `answer(original, *arguments)` in the block.
+    """Replace the functions that say whether a program is being traced. In the block, the replacements return
+    `answer(original, *arguments)`.
 
-    A module that is first imported in the block keeps the replacement. After the block, the replacement answers like
-    the original.
+    A module that imports such a function by name in the block keeps the replacement. After the block, the replacement
+    answers like the original.
 
     Args:
         questions: the functions to replace, each by its module and name.
-        told_the_truth: packages that always get the true answer.
+        told_the_truth: packages whose calls always get the original's answer.
     """
     is_over = False
 

@@ -2,17 +2,18 @@
 
 As in `softmaxes/triton_kernels.py`, rows that fit a program's registers are read once as tiles. Longer rows are read by
 persistent programs, block by block with an online maximum and sum. With GRADIENT the kernel also computes the gradient.
-With GRADIENT, long rows are read a second time, mostly from L2, from the end to the beginning. The elements of a row
-after its last full block stay in registers. `dx` may share memory with `x`: a program reads each element before writing
-it.
+With GRADIENT, long rows are read a second time, mostly from L2, from the end to the beginning. Between the two
+readings, the elements after a row's last full block stay in registers. `dx` may share memory with `x`: a program reads
+each element before writing it.
 
-With WIDE, for float32 logits, exponentials are added in float64, and losses are float64. In float32, the rounding error
-of a row's sum or logarithm would change all results of that row, for some small tensors by more than twice PyTorch's
-error.
+WIDE is set for float32 logits: exponentials are added in float64, and losses are float64. In float32, the rounding
+error of a row's sum or logarithm would change all results of that row, for some small tensors by more than twice
+PyTorch's error.
 
-The kernel subtracts the row's maximum from all logits, or the target's logit before the maximum is known. So a large
-common offset of the logits does not reduce the accuracy. A row whose target is ignored has loss 0 and gradient 0. A row
-whose target is not a class has NaN for loss and gradient; the kernel reads nothing out of bounds.
+The kernels subtract the row's maximum from all logits. In a long row, the sum for label smoothing is computed before
+the maximum is known, so there the kernel subtracts the target's logit instead. So a large common offset of the logits
+does not reduce the accuracy. A row whose target is ignored has loss 0 and gradient 0. A row whose target is not a class
+has NaN for loss and gradient; the kernel reads nothing out of bounds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def cross_entropy_rows(
     WIDE: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute losses and statistics of ROWS rows; with GRADIENT, losses and dx. kept = 1 - smoothing, spread =
+    """Compute the losses of ROWS rows, and their statistics or, with GRADIENT, dx. kept = 1 - smoothing, spread =
     smoothing / V.
     """
     columns = units * UNIT
@@ -101,12 +102,13 @@ def cross_entropy_rows_long(
     UNIT: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """Do the same as `cross_entropy_rows` for every P-th row, where P is the number of programs. Ignored rows are not
-    read.
+    """Do the same as `cross_entropy_rows` for every P-th row, where P is the number of programs. Rows whose
+    target is ignored are not read.
 
-    SHIFTED: rows may begin at any address. The program loads the groups of GROUP elements that enclose a row, so the
-        element at a position has column = position - shift. The program stores whole groups at once. A group that
-        belongs to two rows is stored last, element by element. Class weights are not supported.
+    SHIFTED: rows are contiguous, but need not begin at a multiple of GROUP elements. The program loads the groups of
+        GROUP elements that enclose a row, so the element at a position has column = position - shift. The program
+        stores whole groups at once. If a group is shared with a neighbouring row, the program stores this row's
+        elements of the group one by one, after all loads. SHIFTED does not support class weights.
     """
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
@@ -263,8 +265,8 @@ def inverse_of_target_weights(
     rows, columns, ignored,
     HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute 1 / (sum of the valid targets' weights), or 0 if no target is valid. One program adds in a
-    fixed order.
+    """Compute 1 / (sum of the valid targets' weights), or 0 if no target is valid. One program adds the
+    weights in a fixed order.
     """
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):

@@ -1,10 +1,11 @@
 """Matrix products fused with the operations after them: y = activation(x @ weight.T + bias) + residual.
 
-Products of a few hundred rows or more are bound by the tensor cores; products of fewer rows are bound by reading the
-weight. The product of cuBLAS reaches the hardware's limit, but a separate pass for the activation reads and writes each
-element of the result once more. The kernels here apply bias, activation and residual to the float32 sums before writing
-them. Tiles of a band share operands in L2, and persistent programs use tensor descriptors, as in Triton's tutorial on
-persistent matrix products (Tillet, Kung and Cox 2019, "Triton"). No sum uses atomics, so results are deterministic.
+If x has a few hundred rows or more, a product is bound by the tensor cores; if x has fewer rows, the product is bound
+by reading the weight. The product of cuBLAS reaches the hardware's limit, but a separate pass for the activation reads
+and writes each element of the result once more. The kernels here apply bias, activation and residual to the float32
+sums before writing them. Tiles of a band share operands in L2, and persistent programs use tensor descriptors, as in
+Triton's tutorial on persistent matrix products (Tillet, Kung and Cox 2019, "Triton"). No sum uses atomics, so results
+are deterministic.
 
 For the shape of a call, `tables.py` chooses a kernel and its parameters, or cuBLAS and one pass for the operations
 after it. `linear_act_plan` returns the choice and its reason; `launches.py` launches the kernel.

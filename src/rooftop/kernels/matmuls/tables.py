@@ -35,7 +35,7 @@ class Tile:
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
         group: height of a band of tiles, in tiles. Programs compute tiles band by band, so that the operands of a band
             stay in the L2 cache.
-        parts: number of parts in which the epilogue stores a tile's columns (only for "descriptors").
+        parts: number of parts in which the epilogue stores the `columns` columns of a tile (not for "pointers").
         split: number of parts of K, each summed by a separate program.
         programs_per_sm: number of persistent programs on an SM (only for "descriptors"). With two programs on an SM,
             one program computes while the other stores.
@@ -258,7 +258,9 @@ def finished_by_library(x: Tensor, bias: Tensor | None, activation: str, residua
 
 
 def describable(t: Tensor) -> bool:
-    """Whether a tensor descriptor can describe the matrix: one stride is 1, and the other is a multiple of 16 bytes."""
+    """Whether a tensor descriptor can describe the matrix: one stride is 1, the other stride is a multiple of 16 bytes,
+    the matrix begins at a multiple of 16 bytes, and its elements do not overlap.
+    """
     slow, fast = t.stride() if t.stride(1) == 1 else t.stride()[::-1]
     width = t.shape[1] if t.stride(1) == 1 else t.shape[0]
     aligned = t.data_ptr() % 16 == 0 and slow * t.element_size() % 16 == 0

@@ -46,7 +46,7 @@ def linear_act_descriptors(
 ):  # fmt: skip
     """Compute every P-th tile of the product, where P is the number of programs. OUT_OF_STEP: the second half of the
     programs begins `lag` cycles later than the first half. ROUNDED: the activation's input is rounded to z's dtype
-    first.
+    before the activation is applied.
     """
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
@@ -106,7 +106,7 @@ def linear_act_single(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, MORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of COLUMNS + MORE columns; MORE is 0 or COLUMNS // PARTS, which are stored at a time.
+    """Compute one tile of COLUMNS + MORE columns. COLUMNS // PARTS columns are stored at a time; MORE is 0 or as many.
     EARLY selects programmatic dependent launch: this kernel may start while the previous kernel still runs, and waits
     for the previous kernel's results.
     """

@@ -1,9 +1,8 @@
 """Launch the CUDA C++ kernels of norms, for the row lengths at which these kernels are faster than Triton's kernels.
 
-The kernels are for rows whose sums do not fit in a block's registers, and for unaligned rows. A block, or a cluster of
-up to eight blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends
-instructions on loads (clusters.cu). `plans.py` asks this module which rows the kernels support; Triton computes all
-other rows.
+The kernels are for long rows and for unaligned rows; `tables.py` has the lengths. A block, or a cluster of up to eight
+blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends instructions on loads
+(clusters.cu). `plans.py` asks this module which rows the kernels support; Triton computes all other rows.
 """
 
 from __future__ import annotations
@@ -145,7 +144,9 @@ def launch(staged: Staged, device: torch.device, *arguments: object) -> None:
 def layout(
     config: ClusterConfig, columns: int, element_bytes: int, parameter_bytes: int, limit: int
 ) -> tuple[int, int, int]:
-    """The number of groups of a row per block, of groups per thread, and of stages that fit in `limit` bytes."""
+    """The number of a row's groups per block, the number of groups per thread, and the number of stages. A group has
+    GROUP elements. The stages are those of `config`, or fewer if these do not fit in `limit` bytes of shared memory.
+    """
     of_row = -(-(columns + (GROUP - 1 if columns % GROUP else 0)) // GROUP)
     share = -(-of_row // config.blocks)
     room = (limit + SYSTEM_BYTES) // config.blocks_per_sm - SYSTEM_BYTES - EXCHANGE_BYTES

@@ -1,11 +1,11 @@
 """Layer norm of a sum in CUDA C++: y = layer_norm(x + input_bias + residual). One pass computes the sum and the norm.
 
 The kernel fuses the last operations of a transformer's sublayer, which are the bias of the last linear layer, the
-residual connection and the norm (Ba, Kiros and Hinton 2016). Inference libraries for half precision do the same. The
-operator is bound by memory: the kernel reads x and residual once, and writes y and the sum (the residual of the next
-sublayer) once. The kernel rounds the sum once and keeps it in registers until it is normalized. The kernel reads and
-writes half precision 16 bytes at a time and converts in pairs. Row sums use shuffles within a warp and shared memory
-between warps (cuda_norms.cu).
+residual connection and the norm (Ba, Kiros and Hinton 2016). Inference libraries for half precision fuse the same
+operations. The operator is bound by memory: the kernel reads x and residual once, and writes y and the sum (the
+residual of the next sublayer) once. The kernel rounds the sum once and keeps it in registers until it is normalized.
+The kernel reads and writes half precision 16 bytes at a time and converts in pairs. Row sums use shuffles within a warp
+and shared memory between warps (cuda_norms.cu).
 
 `add_layer_norm`, whose forward kernel is in Triton, computes the same statistics and results as this operator, and
 shares its backward.

@@ -36,7 +36,8 @@ class Launch:
     Attributes:
         kernel: the kernel's name.
         grid: number of programs in each dimension; empty for a cluster kernel, whose grid depends on the device.
-        sizes: the kernel's arguments after its tensors: rows, columns and strides in groups of UNIT elements.
+        sizes: the kernel's arguments after its tensors: rows, columns and strides. If the kernel has the constant UNIT,
+            columns and strides are in units of UNIT elements. A cluster kernel also has its number of stages.
         constants: the kernel's constants, and its number of warps.
         staged: the launch of a cluster kernel.
         slots: number of rows of partial sums that the kernel writes in backward. `slots` is not used for cluster
@@ -63,7 +64,8 @@ class NormPlan:
             staged in the shared memory of a cluster of blocks), "reference" (plain PyTorch).
         launches: the launches, in order. The last rows (up to seven) may need a different kernel from all other rows.
         reason: why this plan was chosen.
-        refused: if the table lists a cluster kernel that cannot compute these rows, the reason.
+        refused: under "clusters", the reason why the cluster kernel in the table cannot compute these rows; empty if
+            the table has no such kernel.
     """
 
     backend: Backend
@@ -436,11 +438,11 @@ def parts_of(
     rows: int, columns: int, dtypes: Sequence[torch.dtype], strides: Sequence[int], worthwhile: bool
 ) -> list[Part]:
     """Split the rows of (M, N) tensors into a range that is loaded with a shift and a range that is loaded without a
-    shift. If `worthwhile`, the shifted range is the largest multiple of eight rows. A shift means that the kernel loads
-    the groups of 16 bytes that enclose an unaligned row.
+    shift. The shifted range is the largest multiple of eight rows. A shift means that the kernel loads the groups of
+    16 bytes that enclose an unaligned row.
 
-    No row is loaded with a shift if an element has four bytes, if N is a multiple of four, or if rows are not
-    contiguous.
+    No row is loaded with a shift if `worthwhile` is false, if an element does not have two bytes, if N is a multiple of
+    four or below `tables.SHIFTED_FROM`, or if rows are not contiguous.
     """
     odd = worthwhile and columns >= tables.SHIFTED_FROM and columns % 4 != 0 and rows >= 8
     if not odd or any(d.itemsize != 2 for d in dtypes) or any(stride != columns for stride in strides):

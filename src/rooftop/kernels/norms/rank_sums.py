@@ -70,7 +70,7 @@ class Mailboxes:
 
     @staticmethod
     def bytes_of(ranks: int, words: int) -> int:
-        """The size of a mailbox in bytes. A mailbox contains the words of all ranks for two calls."""
+        """The size of a mailbox in bytes. A mailbox has room for the words of all ranks in two successive calls."""
         return 2 * ranks * words * WORD_BYTES
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
@@ -128,7 +128,8 @@ def norm_of_rank_sum(
 ) -> tuple[Tensor, Tensor]:
     """Compute the sum of `partial` over all ranks, plus `input_bias` and `residual`, and the norm of this sum.
 
-    All ranks must call this function with the same shapes, and with the same values of all arguments except `partial`.
+    All ranks must call this function with the same shapes, and with the same values of all arguments except `partial`
+    and `mailboxes`.
     Like NCCL's kernels, the kernel waits for the other ranks; setting `mailboxes.stop` ends the wait. The function does
     not support autograd.
 

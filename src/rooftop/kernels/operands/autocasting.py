@@ -1,8 +1,8 @@
 """The dtype of an operator's result under autocast, as for the corresponding PyTorch function.
 
 PyTorch lists, for each device type, the functions that autocast runs in float32. For GPUs, the listed functions include
-norms, softmaxes and sums; for the CPU, only losses. Operators get the dtype of their result as an argument, so that no
-input is copied to another dtype first.
+losses, norms, softmaxes and sums; for the CPU, they include losses, but none of the others. Operators get the dtype of
+their result as an argument, so that no input is copied to another dtype first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launch parameters as data: constants of kernels, sizes of blocks, limits of tables."""
+"""Launch parameters as data: constants of kernels, sizes of blocks, limits of table entries, properties of devices."""
 
 from __future__ import annotations
 

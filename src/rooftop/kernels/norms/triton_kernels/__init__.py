@@ -1,1 +1,1 @@
-"""The Triton kernels of norms, in one file for each file of operators or launches."""
+"""The Triton kernels of norms: `norms.py` for rows that fit a program's registers, `long_norms.py` for longer rows."""

@@ -109,7 +109,7 @@ def norm_row_sums(
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the means along long rows that dx needs: the mean of dy * weight, and the mean of dy * weight times the
-    normalized x. The third result is the rounding error of the mean of x (norms.py).
+    normalized x. In a layer norm of float32 rows, also compute the rounding error of the mean of x (norms.py).
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT

@@ -18,12 +18,12 @@ normalized the sum before rounding, in nearly constant rows the large 1 / std wo
 elements at a time. EVEN: N is the width of the tile. All offsets of rows are 64-bit. The compiler omits the code for
 tensors that are None.
 
-Shifted kernels are for rows of two-byte elements whose length N is not a multiple of eight. Rows of such a length are
-not aligned to 16 bytes. The kernels load the groups of eight elements that enclose a row, 16 bytes at a time; lane i
-then contains column i - shift. A program computes rows whose distance is a multiple of eight. The rows of a program
-have the same shift, so weights and sums stay in the same lanes. Blocks 1 to WHOLE - 1 contain neither end of a row.
-Whole groups are stored 16 bytes at a time; the two groups at a row's ends are stored one element at a time. The number
-of rows is a multiple of eight, so no group reaches past the tensor.
+Shifted kernels are for rows of two-byte elements whose length N is not a multiple of eight. Not all rows of such a
+length begin at a multiple of 16 bytes. The kernels load the groups of eight elements that enclose a row, 16 bytes at a
+time; lane i then contains column i - shift. From one tile of a program to the next, the row numbers grow by a multiple
+of eight. So row i of every tile has the same shift, and weights and sums stay in the same lanes. Blocks 1 to WHOLE - 1
+contain neither end of a row. Whole groups are stored 16 bytes at a time; the two groups at a row's ends are stored one
+element at a time. The number of rows is a multiple of eight, so no group reaches past the tensor.
 """
 
 from __future__ import annotations
@@ -342,8 +342,8 @@ def norm_backward_shifted(
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same as `norm_backward`, for rows that are not aligned to 16 bytes. Each row of a tile has its own shift, and
-    therefore its own sums.
+    """The same as `norm_backward`, for rows that are not aligned to 16 bytes. Row i of a program's tiles has its own
+    shift, and therefore its own sums.
     """
     lane = tl.arange(0, COLUMNS)
     first = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
