@@ -146,7 +146,8 @@ class Findings:
         return wall_ms - max(self.host_ms + more_host_ms, wall_ms - busy_ms)
 
     def saved_in_graph_ms(self, labelled_ms: float) -> float:
-        """Time saved if operators take `labelled_ms` less and a CUDA graph launches all but the optimizer's kernels."""
+        """The time by which a step becomes shorter if its operators take `labelled_ms` less and a CUDA graph launches
+        all kernels except the optimizer's."""
         busy_ms = self.summary.busy_ms - self.undisturbed_ms(labelled_ms)
         outside = sum(op.record.phase == "optimizer" for op in self.operators)
         return self.summary.wall_ms - max(busy_ms, self.launched_ms(outside))

@@ -116,7 +116,8 @@ kernels."""
 def layer_norms_ms(rows: Sequence[OperatorRow]) -> list[float]:
     """Time in ms of the calls in each row, if Rooftop's layer norm computes them.
 
-    The rows with the longest times are timed; other rows get the mean ratio of their direction (forward or backward).
+    In each direction (forward or backward) the `MOST_NORMS` rows with the longest times are timed. The other rows of
+    the direction get the mean ratio of the new time to the measured time.
     """
     by_direction: dict[str, list[OperatorRow]] = {}
     for row in sorted(rows, key=lambda row: -row.measured_ms):
