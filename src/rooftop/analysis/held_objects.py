@@ -99,8 +99,8 @@ class Held:
 
 @contextmanager
 def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[None]:
-    """After a block that computes nothing, restore everything that the targets refer to: containers, attributes,
-    optimizers, gradients and `requires_grad`.
+    """At the end of the block, restore everything that the targets refer to: containers, attributes, optimizers,
+    gradients and `requires_grad`. The values of tensors are not restored, so the block must not change them.
 
     Args:
         targets: values and functions.

@@ -177,7 +177,8 @@ class Summary:
         kernels: launches of one step.
         samples: samples of one step, from its first input (see `Program.samples`).
         repeats: number of times that each operator was timed.
-        wall_low_ms, wall_high_ms: interval of the wall time: the fastest steps, and the median.
+        wall_low_ms, wall_high_ms: interval of the wall time. For an analysis it reaches from the fastest steps to the
+            median, for a recording it contains the middle half of the steps (see `StepTime`).
         latency_ms: time of one step alone, from an idle device to the end of the step's work. A single request waits
             this long.
         latency_low_ms, latency_high_ms: interval of the latency.

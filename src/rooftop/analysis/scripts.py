@@ -95,7 +95,9 @@ def run_script(
     end_process = os._exit
 
     def exit_now(status: int) -> NoReturn:
-        """Report, then end the process by `os._exit`, which runs neither `finally` blocks nor `atexit` functions."""
+        """Replace `os._exit` for the script: end the recording and pass its result to `before_exit`, because the real
+        `os._exit`, which then ends the process, runs neither `finally` blocks nor `atexit` functions.
+        """
         if os.getpid() == process and recorded.is_open:
             try:
                 recorded.close()
