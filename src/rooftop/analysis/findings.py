@@ -77,8 +77,8 @@ class Findings:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture the step: it has kernels, does not refuse capture, and the host neither
-        waits for a value nor computes one."""
+        """Whether a CUDA graph can capture the step: it has kernels, does not fail during capture (see
+        `traced_more_ms`), and the host neither waits for a value nor computes one."""
         if self.traced_more_ms is None or self.host_works or not self.summary.busy_ms:
             return False
         waiting = self.plain is not None and self.plain.waiting_ms > 0

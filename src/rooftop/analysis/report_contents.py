@@ -185,7 +185,7 @@ class Summary:
         disturbed: whether other programs used resources that this program needed, or repeated timings disagreed (a note
             says which).
 
-    Fields that older reports lack are None.
+    Fields that older reports lack have their default values.
     """
 
     wall_ms: float
@@ -232,10 +232,11 @@ class ReportContents:
     """The contents of `rooftop.analyze`'s result; `rooftop.analysis.Report` has its output formats.
 
     Attributes:
-        target, mode ("inference", "training" or "callable"), inputs, created: what was analyzed and when (UTC).
+        target, mode, inputs, created: what was analyzed and when (UTC). The mode is "inference", "training" or
+            "callable"; for a recording "recorded" or, for example, "60 recorded steps".
         device, versions, ceilings: the machine, as plain dicts like those in the JSON.
         summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that is
-            spent in operators with a cost formula.
+            spent in operators with a cost formula (in a prediction, the fraction of operators with a formula).
         ops: operators, the longest time first.
         modules: the root of the module tree.
         advice: the largest gain first.

@@ -109,8 +109,8 @@ their bytes.
 
 
 MOST_NORMS = 3
-"""Largest number of layer norm shapes (forward and backward) to time, since the first call of each shape compiles
-kernels."""
+"""Largest number of layer norm shapes to time in each direction (forward or backward), since the first call of each
+shape compiles kernels."""
 
 
 def layer_norms_ms(rows: Sequence[OperatorRow]) -> list[float]:
