@@ -47,8 +47,9 @@ class Held:
     Args:
         everything: follow functions (their closures and the globals that they name), classes, modules and hooks of
             tensors as well.
-        of_modules: also restore the attributes of every module (submodules, hooks, mode). If False, these attributes
-            are followed, but not restored.
+        of_modules: whether all attributes of modules are restored. If False, only parameters, submodules and, unless
+            a module's class is PyTorch's, the attributes that other modules lack are restored. Buffers and hooks are
+            then followed, but not restored.
         training: follow optimizers, schedulers and gradient scalers as well.
         installed: follow globals that are functions or classes of installed packages as well.
 

@@ -176,7 +176,7 @@ class Summary:
         op_roof_ms, fused_roof_ms: see `rooftop.analysis.floors`.
         kernels: launches of one step.
         samples: samples of one step, from its first input (see `Program.samples`).
-        repeats: number of times that each operator was timed.
+        repeats: number of labelled steps (see `rooftop.analysis.profiling`); 0 in a prediction.
         wall_low_ms, wall_high_ms: interval of the wall time. For an analysis it reaches from the fastest steps to the
             median, for a recording it contains the middle half of the steps (see `StepTime`).
         latency_ms: time of one step alone, from an idle device to the end of the step's work. A single request waits

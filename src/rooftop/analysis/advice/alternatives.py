@@ -2,8 +2,8 @@
 gains.
 
 The gain of bfloat16 or channels last for a convolution, a batch norm, a matrix product or an attention depends on the
-libraries' kernels, and no model of the hardware predicts this gain. So each operator is repeated alone, on random data
-of the same shapes (see `repeating`).
+libraries' kernels, and no model of the hardware predicts this gain. So each operator is repeated alone, on new data of
+the same shapes (see `repeating`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def repeated_ratios(
     its calls keep their times, so no gain is promised.
 
     Args:
-        operators: recorded operators; kinds other than those in `_TIMED_AGAIN` are ignored.
+        operators: recorded operators; those whose names are not in `_TIMED_AGAIN` are ignored.
         form: the other dtype or layout.
         device: the device on which the operators are timed.
     """
