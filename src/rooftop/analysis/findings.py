@@ -27,7 +27,7 @@ class Findings:
         ceilings: ceilings to compare with.
         plain: the run under the profiler alone; None if the step was not run.
         host_ms: host time of the step; None if unknown.
-        best_ms: wall time of the fastest steps; None if the step was not run.
+        best_ms: lower end of the wall time's interval; None if the step was not run.
         optimizers: the optimizers that stepped and still exist.
         refuses_capture: whether an optimizer, with its settings, refuses to run inside a CUDA graph.
         traced_more_ms: additional busy time of the device if the program takes its code path for compilation or
