@@ -65,7 +65,7 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class ModuleNode:
-    """A module with all modules below it; `name` is the last part of its path, "" for the root."""
+    """A module; `children` are the modules directly below it, `name` is the last part of its path, "" for the root."""
 
     name: str
     type: str

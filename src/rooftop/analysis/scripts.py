@@ -37,7 +37,7 @@ class ScriptRun:
     """The end of a script, and its recording.
 
     Attributes:
-        report: None if the script ran too little, and on all ranks except the first.
+        report: the report. None if the script ran too little for a report; always None on ranks other than the first.
         status: exit status of the script.
         problem: one line that says why the script failed or has no report; "" if neither applies.
         error: the exception that the script raised; KeyboardInterrupt means Ctrl-C.
