@@ -37,10 +37,10 @@ def analyze(
 ) -> Report:
     """Measure how far one step of a model is from the limits of this machine, and why.
 
-    The model runs on its parameters' device, with the arguments unchanged. After the analysis, the model's weights,
-    buffers, gradients and train flags, the arguments and the random state are as before. If `optimizer` is given, its
-    steps change the weights. If the step changes an argument (a cache of keys and values), each run begins with the
-    original argument.
+    The model runs on its parameters' device. The arguments are neither moved nor cast. After the analysis, the model's
+    weights, buffers, gradients and train flags, the arguments and the random state are as before. If `optimizer` is
+    given, its steps change the weights. If the step changes an argument (a cache of keys and values), each run begins
+    with the original argument.
 
     Args:
         target: an `nn.Module` or any other callable. A module runs in eval mode without gradients; with `train=True`

@@ -129,7 +129,7 @@ class ModuleTracker:
     def following(self) -> Iterator[None]:
         """Follow modules as they run inside the block (with `inside=True` the tracker does so anyway).
 
-        Code that is compiled inside the block would contain the hooks, or not compile at all.
+        Do not compile code inside the block: the code would contain the hooks, or not compile at all.
         """
         self._thread = threading.get_ident()
         self._makers.clear()

@@ -1,7 +1,8 @@
 """Differences between two reports: measured values of the step, its operators, and its modules.
 
 Operators are compared by phase and name, over all their shapes and dtypes. So a change of dtype, layout or batch size
-makes no new operator, and its effect on each operator is visible. Modules are compared by path.
+makes no new operator, and its effect on each operator is visible. Of the modules, only those without children
+are compared, by path.
 """
 
 from __future__ import annotations

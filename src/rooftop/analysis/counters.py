@@ -301,7 +301,8 @@ LONGEST_DEMANGLED = 1024
 
 
 def profiler_name(symbol: str) -> str:
-    """A kernel's symbol as PyTorch's profiler shows it: demangled, unless it is longer than 1024 characters."""
+    """A kernel's symbol as PyTorch's profiler shows it: demangled, unless the mangled symbol has more than 1024
+    characters."""
     return symbol if len(symbol) > LONGEST_DEMANGLED else torch._C._demangle(symbol)
 
 

@@ -186,7 +186,8 @@ def require_no_fakes(mode: FakeTensorMode, name: str, emptied: list[Any]) -> Non
 
     Args:
         name: name of the predicted program, for the error.
-        emptied: caches that may still hold fake tensors, but can no longer return them.
+        emptied: caches from which fake tensors were removed. They may still refer to the tensors, but can no longer
+            return them.
 
     Raises:
         InputError: the program stores a fake tensor. The message says where the tensor is stored.

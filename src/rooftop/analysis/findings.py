@@ -27,7 +27,7 @@ class Findings:
         ceilings: ceilings to compare with.
         plain: the run under the profiler alone; None if the step was not run.
         host_ms: host time of the step; None if unknown.
-        best_ms: wall time of the fastest steps; None if the step was not run.
+        best_ms: lower end of the wall time's interval; None if the step was not run.
         optimizers: the optimizers that stepped and still exist.
         refuses_capture: whether an optimizer, with its settings, refuses to run inside a CUDA graph.
         traced_more_ms: additional busy time of the device if the program takes its code path for compilation or
@@ -77,8 +77,8 @@ class Findings:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture the step: it has kernels, does not refuse capture, and the host neither
-        waits for a value nor computes one."""
+        """Whether a CUDA graph can capture the step: it has kernels, does not fail during capture (see
+        `traced_more_ms`), and the host neither waits for a value nor computes one."""
         if self.traced_more_ms is None or self.host_works or not self.summary.busy_ms:
             return False
         waiting = self.plain is not None and self.plain.waiting_ms > 0
@@ -146,7 +146,8 @@ class Findings:
         return wall_ms - max(self.host_ms + more_host_ms, wall_ms - busy_ms)
 
     def saved_in_graph_ms(self, labelled_ms: float) -> float:
-        """Time saved if operators take `labelled_ms` less and a CUDA graph launches all but the optimizer's kernels."""
+        """The time by which a step becomes shorter if its operators take `labelled_ms` less and a CUDA graph launches
+        all kernels except the optimizer's."""
         busy_ms = self.summary.busy_ms - self.undisturbed_ms(labelled_ms)
         outside = sum(op.record.phase == "optimizer" for op in self.operators)
         return self.summary.wall_ms - max(busy_ms, self.launched_ms(outside))

@@ -4,8 +4,8 @@
     fused roof  the module as one kernel: inputs, parameters and outputs moved once, and all flops
 
 In training the backward pass also moves each tensor once: it reads the output's gradient, the inputs and the
-parameters, and writes gradients of inputs and parameters. A fused roof is never above the op roof. If the sum over
-operators is smaller (all data in L2, or a table with few used rows), the fused roof is that sum.
+parameters, and writes gradients of inputs and parameters. A fused roof is never above the op roof: if the op roof is
+lower (all data in L2, or a table with few used rows), the fused roof is set to the op roof.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ that a run writes in place (positions, lengths) are also restored before each ru
 the end, because their values do not affect sizes.
 
 The target's own state is restored in the same way: attributes of its modules, closures and globals of its functions.
-Objects that the first run creates for later runs (a mask) stay until the end. Logs (lists of numbers, and variables
-that are numbers) are never restored. If a callable changes weights (trains), none of its state is restored.
+Objects that the first run creates for later runs (a mask) stay until the end of the measurement, and are then removed.
+Logs (lists of numbers, and variables that are numbers) are never restored. If a callable other than a module changes
+weights (trains), none of its own state is restored.
 """
 
 from __future__ import annotations

@@ -47,8 +47,9 @@ class Held:
     Args:
         everything: follow functions (their closures and the globals that they name), classes, modules and hooks of
             tensors as well.
-        of_modules: also restore the attributes of every module (submodules, hooks, mode). If False, these attributes
-            are followed, but not restored.
+        of_modules: whether all attributes of modules are restored. If False, only parameters, submodules and, unless
+            a module's class is PyTorch's, the attributes that other modules lack are restored. Buffers and hooks are
+            then followed, but not restored.
         training: follow optimizers, schedulers and gradient scalers as well.
         installed: follow globals that are functions or classes of installed packages as well.
 
@@ -99,8 +100,8 @@ class Held:
 
 @contextmanager
 def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[None]:
-    """After a block that computes nothing, restore everything that the targets refer to: containers, attributes,
-    optimizers, gradients and `requires_grad`.
+    """At the end of the block, restore everything that the targets refer to: containers, attributes, optimizers,
+    gradients and `requires_grad`. The values of tensors are not restored, so the block must not change them.
 
     Args:
         targets: values and functions.

@@ -35,7 +35,7 @@ def host_work(operators: Sequence[MeasuredOperator]) -> tuple[list[MeasuredOpera
 
 
 def said_of_host(work: Counter[str], gpu_works: bool) -> str:
-    """A note on the CPU's work; "" if the CPU did less than `LEAST_WORK`."""
+    """A note on the CPU's work; "" if the CPU did no work, or less than `LEAST_WORK` while the GPU also worked."""
     names = [name for name, _ in work.most_common()]
     named = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
     if names and not gpu_works:

@@ -56,8 +56,8 @@ class Plain:
             work only after that wait.
         loading_ms: time for which the step waited for a `DataLoader`.
         compiled: whether compiled code ran.
-        launched: for each kernel, copy or fill, the time of its launch as a fraction of the time in which the host
-            launches all of them; ascending.
+        launched: for each launch of a kernel, copy or fill, the moment at which the launch ends: 0 is the start of the
+            step, 1 is the end of the last launch; ascending.
     """
 
     busy_ms: float
@@ -106,7 +106,7 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredOperator:
-    """One executed operator, its time (ms, median over the labelled runs) and the kernels that it launched."""
+    """One executed operator, its time in ms (see `medians`) and the names of the kernels that it launched."""
 
     record: Record
     measured_ms: float
@@ -236,9 +236,12 @@ class LabelledInstrument:
     """Measure one step by operator (see `Labelled`). `tracker` must be active: it finds the module and phase
     of each operator.
 
+    Args:
+        limit: maximum number of operators to record. Later operators run unrecorded.
+
     Attributes:
-        full_at: time (`time.perf_counter`) at which `limit` operators had been recorded; later operators ran
-            unrecorded. None if the limit was not reached.
+        full_at: time (`time.perf_counter`) at which `limit` operators had been recorded; None if the limit was not
+            reached.
     """
 
     def __init__(self, device: torch.device, tracker: ModuleTracker, limit: int = sys.maxsize) -> None:
@@ -339,16 +342,16 @@ FASTER = 3
 def medians(
     runs: Sequence[Labelled], notes: list[str], undisturbed: KernelTimes | None = None
 ) -> tuple[list[MeasuredOperator], float]:
-    """Each operator's median time over the fastest runs. If the runs differ in operators or sizes, only the last run
-    counts.
+    """Each operator's time in ms, and the total time in ms of the kernels without an operator: medians over the fastest
+    runs (one in `FASTER`).
 
-    Other work on the host can only make a run longer. For the same reason, the wall time is a 10th percentile (see
-    `hardware.sequences`). The result includes the median time of kernels without an operator. If runs differ, a note is
-    added to `notes`.
+    Slow runs do not count, because other work on the host can only make a run longer. For the same reason `analyze`
+    reports a low percentile, the 10th, as the wall time (see `hardware.sequences`). If the runs differ in operators or
+    sizes, only the last run counts, and a note is added to `notes`.
 
     Args:
-        undisturbed: the time of each kernel without labels. If the labelled runs launched the same kernels, the times
-            in `undisturbed` are used.
+        undisturbed: the time of each kernel without labels. If the last labelled run launched the same kernels, the
+            result has these times instead of medians. If it launched other kernels, a note is added to `notes`.
     """
     last = runs[-1]
     ran = [(record.name, record.shapes) for record in last.records]

@@ -19,8 +19,8 @@ def weights_kept(module: nn.Module, optimizer: torch.optim.Optimizer | None, not
 
     Args:
         module: the module that the block runs.
-        optimizer: the caller's optimizer. Its steps stay.
-        notes: gets a note if weights changed that were too large to be copied.
+        optimizer: the caller's optimizer. Its parameters are not restored.
+        notes: gets a note if weights could not be restored, because all weights together were too large to be copied.
     """
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
     weights = {name: _Weight(p) for name, p in module.named_parameters() if _is_plain(p) and id(p) not in stepped}

@@ -59,7 +59,7 @@ def times_of_sequence(kernels: Sequence[Kernel], steps: int, lead: int) -> Kerne
 
     Args:
         kernels: kernels of all steps.
-        steps: number of steps. The first `lead` steps are not counted.
+        steps: number of steps in `kernels`, including the first `lead` steps, whose times do not count.
     """
     ordered = in_launch_order(kernels)
     period, rest = divmod(len(ordered), steps)

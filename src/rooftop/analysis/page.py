@@ -39,7 +39,7 @@ RANK_PARTS = (
 
 
 def require_plotly() -> str:
-    """The text of plotly's script.
+    """The JavaScript source of plotly, for inclusion in a page.
 
     Raises:
         MissingExtraError: plotly is not installed.

@@ -3,7 +3,7 @@
 The step runs on fake tensors, which have shapes but no data. So neither the other machine nor its memory is needed, and
 a laptop can predict a model of 7 billion parameters. Each operator is assumed to take its roof time on the other
 machine, so the report is a lower bound. The kernel gap is zero. The launch gap is the time by which the eager
-launches take longer than the kernels.
+launches, at the time per launch in the ceilings, take longer than the kernels; 0 if they take less.
 
 If the ceilings are those of a GPU, the step uses the operators that PyTorch chooses on a GPU
 (`rooftop.analysis.as_on_gpu`), and matrix products use TF32 if PyTorch's settings allow it.

@@ -101,11 +101,11 @@ class Profile:
         host_work: bytes plus flops that the CPU processed in a step on a GPU.
         compilation: the work of `torch.compile`; None if nothing is compiled.
         load: other programs' use of the CPU during the measurement.
-        faults: page faults of a plain step.
+        faults: page faults of a step without profiler and labels.
         labelled_faults: page faults of a labelled step. `faults` and `labelled_faults` are 0 on a GPU.
         pulse: the CPU's speed during the measurement; None on a GPU and for a recorded program.
-        otherwise: page faults and time of later plain steps, if their number of page faults differs from that of the
-            first steps.
+        otherwise: page faults and wall time of later steps without profiler and labels, if their number of page faults
+            differs from `faults`.
         notes: remarks on this measurement that a reader should know.
     """
 

@@ -2,8 +2,8 @@
 
 For a module the step is a forward pass without gradients. In training the step is forward, backward and, if an
 optimizer is given, the optimizer's step. Any other callable is called directly. Afterwards all changes by the step are
-undone: in a module (weights, buffers, gradients, train flags), in the arguments, in the target's own state (see
-`given_objects`), and in the random state.
+undone: in a module (buffers, gradients, train flags, and weights that the given optimizer does not update), in the
+arguments, in the target's own state (see `given_objects`), and in the random state.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Program:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Within the block, run the program in its train or eval mode. At the end, restore flags, buffers, gradients,
-        arguments and random state."""
+        arguments and random state, and the weights, except those that `optimizer` updates."""
         devices = [self.device] if self.device.type == "cuda" else []
         gradients = [(tensor, tensor.grad) for tensor in (*self._parameters(), *self._leaves())]
         for tensor, _ in gradients:
@@ -318,7 +318,9 @@ def _checked(loss: Any) -> Tensor:
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    """Shape and dtype as `--input` takes them: "8x3x224x224:float32"; a nested tensor may have no shape."""
+    """Shape and dtype as `--input` takes them: "8x3x224x224:float32". For a nested tensor without a shape:
+    "nested:float32".
+    """
     strided = not tensor.is_nested or tensor.layout != torch.strided
     shape = ("x".join(str(size) for size in tensor.shape) or "scalar") if strided else "nested"
     return f"{shape}:{str(tensor.dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""Make the report of a recording from its steady steps or, if these are too few, from the best other data."""
+"""Make the report of a recording from its steady steps or, if these are too few, from its latest labelled steps."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def recorded_report(
     """The report of a recording.
 
     Args:
-        recorded: for each kind of event that ended steps at some time (see `step_finding`), its steps; the coarsest
-            kind first.
+        recorded: for each marker that led at some time (see `step_finding`), the steps that it ended; the coarsest
+            marker first.
         measures: whether the ceilings are this machine's. If so, missing ceilings are measured, and operators above
             their roof raise the ceilings.
         start_up: the time before the first step, if known.
         needed: number of steps of a complete recording.
-        traced: whether a trace was requested.
+        traced: whether the caller requested a trace file.
         profiled: whether the program used PyTorch's profiler itself.
-        least: smallest number of steps for which a report is possible, if the profiler begins late; 0 if the profiler
-            begins at once.
+        least: smallest number of steps for which a report is possible, if some steps are timed before the profiler
+            begins; 0 if the profiler begins at once.
         notes: notes at the beginning of the report.
 
     Raises:

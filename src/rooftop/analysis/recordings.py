@@ -264,8 +264,8 @@ class Recording:
         """See `step_finding.Watcher`. Code must not be labelled before it is compiled, so nothing is labelled until
         compilation is done.
 
-        If a program only calls compiled functions, no steps can be found, and the profiler watches the rest of the
-        program.
+        If code is compiled before a first step has begun, the program may call only compiled functions, in which no
+        steps can be found. So the profiler watches the program until a step begins, or else to the program's end.
         """
         if self._compiles or not self.in_charge:
             return

@@ -3,7 +3,7 @@
 On a GPU the profiler times the operators' kernels; all calls share one profiler session. The tensors are created again
 before each run, so a call finds freshly written inputs, as in a program. On a CPU the host's clock times the calls.
 On a CPU the changed call may take a thousand times as long as the original (bfloat16 on a processor without bfloat16
-instructions). So a slow call runs only once, and no call begins after `MOST_SECONDS`.
+instructions). So a slow call runs only once, and no call begins once all calls together have taken `MOST_SECONDS`.
 """
 
 from __future__ import annotations

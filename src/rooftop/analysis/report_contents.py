@@ -65,7 +65,7 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class ModuleNode:
-    """A module with all modules below it; `name` is the last part of its path, "" for the root."""
+    """A module; `children` are the modules directly below it, `name` is the last part of its path, "" for the root."""
 
     name: str
     type: str
@@ -176,15 +176,16 @@ class Summary:
         op_roof_ms, fused_roof_ms: see `rooftop.analysis.floors`.
         kernels: launches of one step.
         samples: samples of one step, from its first input (see `Program.samples`).
-        repeats: number of times that each operator was timed.
-        wall_low_ms, wall_high_ms: interval of the wall time: the fastest steps, and the median.
+        repeats: number of labelled steps (see `rooftop.analysis.profiling`); 0 in a prediction.
+        wall_low_ms, wall_high_ms: interval of the wall time. For an analysis it reaches from the fastest steps to the
+            median, for a recording it contains the middle half of the steps (see `StepTime`).
         latency_ms: time of one step alone, from an idle device to the end of the step's work. A single request waits
             this long.
         latency_low_ms, latency_high_ms: interval of the latency.
         disturbed: whether other programs used resources that this program needed, or repeated timings disagreed (a note
             says which).
 
-    Fields that older reports lack are None.
+    Fields that older reports lack have their default values.
     """
 
     wall_ms: float
@@ -231,10 +232,11 @@ class ReportContents:
     """The contents of `rooftop.analyze`'s result; `rooftop.analysis.Report` has its output formats.
 
     Attributes:
-        target, mode ("inference", "training" or "callable"), inputs, created: what was analyzed and when (UTC).
+        target, mode, inputs, created: what was analyzed and when (UTC). The mode is "inference", "training" or
+            "callable"; for a recording "recorded" or, for example, "60 recorded steps".
         device, versions, ceilings: the machine, as plain dicts like those in the JSON.
         summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that is
-            spent in operators with a cost formula.
+            spent in operators with a cost formula (in a prediction, the fraction of operators with a formula).
         ops: operators, the longest time first.
         modules: the root of the module tree.
         advice: the largest gain first.

@@ -48,11 +48,11 @@ class _State:
 
 
 class Surroundings:
-    """Set the script's environment within the `with` block, and restore the earlier environment after the block.
-    `again` then sets the environment that the script left.
+    """Set the script's environment within the `with` block. At the end of the block, restore the environment from
+    before the block. A later call of `again` sets the environment that the script left at the end of the block.
 
-    If the earlier output is closed after the block, the script's output is used. If the script's output is closed too,
-    stderr is used.
+    If the script has closed the output from before the block (`sys.stdout`), its own last output is used after the
+    block. If that is closed too, stderr is used.
     """
 
     def __init__(self, script: Path, arguments: Sequence[str]) -> None:

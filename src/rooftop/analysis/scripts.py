@@ -37,7 +37,7 @@ class ScriptRun:
     """The end of a script, and its recording.
 
     Attributes:
-        report: None if the script ran too little, and on all ranks except the first.
+        report: the report. None if the script ran too little for a report; always None on ranks other than the first.
         status: exit status of the script.
         problem: one line that says why the script failed or has no report; "" if neither applies.
         error: the exception that the script raised; KeyboardInterrupt means Ctrl-C.
@@ -95,7 +95,9 @@ def run_script(
     end_process = os._exit
 
     def exit_now(status: int) -> NoReturn:
-        """Report, then end the process by `os._exit`, which runs neither `finally` blocks nor `atexit` functions."""
+        """Replace `os._exit` for the script: end the recording and pass its result to `before_exit`, because the real
+        `os._exit`, which then ends the process, runs neither `finally` blocks nor `atexit` functions.
+        """
         if os.getpid() == process and recorded.is_open:
             try:
                 recorded.close()

@@ -8,8 +8,9 @@ settle, `plain` runs under the profiler alone, `labelled` steps measure each ope
 run ahead of the GPU again, and `timed` steps are undisturbed. If the program compiles code, its first steps run without
 profiler and labels. If the program is one of several ranks, a few more steps run under the profiler (`ranks`). Ranks on
 GPUs use NCCL, and then CUPTI stays attached after the profiler (see `hardware.cupti`) and slows later steps. So some
-steps are timed `before` the profiler begins. A step that does more than most steps, such as the last step before an
-evaluation, is not typical. Such a step is not timed, and a watched stage that includes such a step is repeated.
+steps are timed `before` the profiler begins. A step is not typical if its number of module calls or of backward calls
+differs from that of most steps, for example because it contains an evaluation. The time of such a step does not count,
+and a watched stage that includes such a step is repeated.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ NO_STEP: Calls = (-1, -1)
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage: its name and its number of steps (0: as many as the limits allow)."""
+    """A stage: its name and its number of steps (0 if this number is not fixed: `timed`, `off`)."""
 
     name: str
     steps: int
@@ -120,11 +121,11 @@ class Watched:
 
 @dataclass
 class Laps:
-    """The recorded steps of one kind.
+    """The recorded steps that one marker ended (see `step_finding`), or that the program reported.
 
     Attributes:
         steps: number of completed steps.
-        laps: the first steps, timed by the host's clock.
+        laps: the first steps (at most `recordings.MOST_LAPS`), timed by the host's clock.
         whole, early: labelled steps for a program that ends soon.
         plain, labelled: the step under the profiler alone, and the labelled steps.
         timed_ms, timed_calls: durations of undisturbed steps, and the calls in each.

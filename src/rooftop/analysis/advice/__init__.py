@@ -2,7 +2,7 @@
 
 Each rule reads the measured operators, predicts a gain in ms and names its evidence. Each gain is predicted as if its
 change were the only one. Two gains that save the same time (fusion and a faster kernel) do not add up. `advise` drops a
-gain that is smaller than the noise of the wall time.
+gain that is smaller than the noise of the wall time, or smaller than `LEAST_GAIN` (2%) of the wall time.
 """
 
 from __future__ import annotations

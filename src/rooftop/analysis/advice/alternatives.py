@@ -2,8 +2,8 @@
 gains.
 
 The gain of bfloat16 or channels last for a convolution, a batch norm, a matrix product or an attention depends on the
-libraries' kernels, and no model of the hardware predicts this gain. So each operator is repeated alone, on random data
-of the same shapes (see `repeating`).
+libraries' kernels, and no model of the hardware predicts this gain. So each operator is repeated alone, on new data of
+the same shapes (see `repeating`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def repeated_ratios(
     its calls keep their times, so no gain is promised.
 
     Args:
-        operators: recorded operators; kinds other than those in `_TIMED_AGAIN` are ignored.
+        operators: recorded operators; those whose names are not in `_TIMED_AGAIN` are ignored.
         form: the other dtype or layout.
         device: the device on which the operators are timed.
     """
@@ -109,14 +109,15 @@ their bytes.
 
 
 MOST_NORMS = 3
-"""Largest number of layer norm shapes (forward and backward) to time, since the first call of each shape compiles
-kernels."""
+"""Largest number of layer norm shapes to time in each direction (forward or backward), since the first call of each
+shape compiles kernels."""
 
 
 def layer_norms_ms(rows: Sequence[OperatorRow]) -> list[float]:
     """Time in ms of the calls in each row, if Rooftop's layer norm computes them.
 
-    The rows with the longest times are timed; other rows get the mean ratio of their direction (forward or backward).
+    In each direction (forward or backward) the `MOST_NORMS` rows with the longest times are timed. The other rows of
+    the direction get the mean ratio of the new time to the measured time.
     """
     by_direction: dict[str, list[OperatorRow]] = {}
     for row in sorted(rows, key=lambda row: -row.measured_ms):

@@ -2,6 +2,7 @@
 torch/_inductor/graph.py, decide_layout_opt):
 
 - CPU with oneDNN: yes, if the program has a convolution. The following rules are for GPUs.
+- No, if the program has no convolution, or 300 or more graph nodes for each convolution.
 - Training: yes, with three exceptions: a convolution is grouped, with several channels in each group; a convolution
   with a kernel wider than 1 has at most half as many output channels as input channels; all convolutions have at most
   64 channels.

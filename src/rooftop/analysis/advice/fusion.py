@@ -1,4 +1,4 @@
-"""Predict which operators a compiler would fuse into one kernel, and the remaining memory traffic.
+"""Predict which operators a compiler would fuse into one kernel, and the memory traffic that remains after fusion.
 
 Elementwise operators, copies and reductions along rows are joined with their neighbours in the data flow. A value that
 one operator of a kernel writes and another operator of the same kernel reads stays in registers. Matrix products,
@@ -65,8 +65,8 @@ COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "constant_pad_nd"}
 
 @dataclass
 class Fused:
-    """The number of operators that a compiler would fuse, the number of fused kernels, and the total time before and
-    after fusion in ms."""
+    """The number of operators that a compiler would fuse, the number of kernels after fusion, and the total time of
+    these operators in ms, before and after fusion."""
 
     operators: int = 0
     kernels: int = 0

@@ -80,8 +80,8 @@ def saved_by_padding_ms(findings: Findings) -> float:
 
 
 def uneven_kernels(findings: Findings) -> list[Advice]:
-    """Advise on operators that are slow for some shapes: further from the roof than the best quarter of the same
-    operator's shapes.
+    """Advise on operators that are slow for some shapes: those with a lower percent of roof than a quarter of the same
+    operator's shapes reach.
     """
     families: dict[tuple[str, str], list[OperatorRow]] = defaultdict(list)
     for row in findings.rows:

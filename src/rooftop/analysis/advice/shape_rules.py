@@ -2,7 +2,7 @@
 
 The fast cuBLAS kernels load 16 bytes at a time, and need each row of a matrix to begin at a multiple of 16 bytes. In
 half precision, rows of 50,257 elements (the vocabulary of GPT-2) are not aligned, so cuBLAS uses a slower kernel.
-Padding the side to 50,304 adds a little arithmetic and allows the fast kernel.
+Padding each row to 50,304 elements adds a little arithmetic and allows the fast kernel.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MOST_SHAPES = 8
 
 
 def padded_products(findings: Findings) -> list[Advice]:
-    """Advise padding of matrix products with a side that is not a multiple of 16 bytes. The gain is measured on this
-    machine."""
+    """Advise padding of matrix products in which a row or a column of an operand is not a multiple of 16 bytes long.
+    The gain is measured on this machine."""
     after = padded_ms(findings)
     if not after:
         return []
@@ -67,7 +67,7 @@ def _timed_padded(findings: Findings) -> dict[int, float]:
 
 
 def _odd_sides(op: MeasuredOperator) -> set[int]:
-    """Sides of the operands of a floating-point product that are not a multiple of 16 bytes."""
+    """Lengths of rows and columns of a product's floating-point operands that are not a multiple of 16 bytes."""
     record = op.record
     if record.name not in PRODUCTS or record.spec is None:
         return set()

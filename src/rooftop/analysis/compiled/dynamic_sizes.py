@@ -71,13 +71,13 @@ def _symbolic(graph: fx.Graph) -> Iterator[Any]:
 
 
 def strides_of(tensor: Tensor) -> tuple[Any, ...]:
-    """The strides of a tensor; () if it has none."""
+    """The strides of a tensor; () if it has none (a sparse tensor)."""
     return tensor.stride() if tensor.layout == torch.strided else ()
 
 
 def size_sources(graph: fx.Graph) -> tuple[SizeSource, ...] | None:
-    """The sources of the graph's symbols in each call; () if the graph has no symbols. None if the inputs of a call do
-    not determine a symbol.
+    """For each symbol of the graph, the input from which its value is read in each call. () if the graph has no
+    symbols; None if the graph needs a symbol whose value no input gives.
     """
     sources: dict[Any, SizeSource] = {}
     for number, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):

@@ -3,7 +3,7 @@
 While `CompiledGraphs` is active, Rooftop keeps each graph that inductor compiles, with the list of the kernels that
 inductor generated from its nodes. The profiler marks each run of a graph with the graph's key. So each kernel can be
 traced to its graph and its nodes (see `kernel_work`). A graph for dynamic sizes also names the sizes of each run (see
-`dynamic_sizes`). Graph breaks and recompilations are collected with their lines.
+`dynamic_sizes`). Each graph break is recorded with its source line, each recompilation with the line of its function.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class CompiledGraphs:
         self._breaks.append((found[1] if found else "", detail or (reason[1] if reason else lines[0])))
 
     def compilation(self) -> Compilation:
-        """The compilations with their durations, graph breaks, and recompilations."""
+        """The number of graphs and kernels, the total seconds of compilation, graph breaks, and recompilations."""
         frames = [frame for frame in self._frames if frame.compile_id and not frame.is_runtime and frame.co_name]
         seconds = {f"{frame.co_filename}:{frame.co_firstlineno}": _seconds(frame) for frame in frames}
         breaks = [GraphBreak(line, reason, seconds.get(line, 0.0)) for line, reason in dict.fromkeys(self._breaks)]

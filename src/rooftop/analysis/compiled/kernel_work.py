@@ -44,8 +44,8 @@ class KernelWork:
         shapes: shapes of its inputs from other kernels.
         dtype: dtype of the first floating-point value that it reads or writes.
         scope: path of the module that its nodes share.
-        lays_out: whether the kernel only changes the layout of an operand of a library's call. The graph does not say
-            which operand, so the cost is that of the smallest operand.
+        lays_out: whether the kernel only changes the layout of operands of library calls. The graph does not say which
+            operands, so the cost is that of the smallest operand of each call.
         title: name in reports, for a library's call whose own name is ambiguous.
     """
 

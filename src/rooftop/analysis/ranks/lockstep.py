@@ -63,7 +63,7 @@ def first_to_say(message: str) -> bool:
     """Whether this process is the first of the processes of a `torchrun` to call this function with this message;
     always True for a single process.
 
-    This function needs no process group. `torchrun` ends all ranks as soon as one rank has ended. So the first rank to
+    This function needs no process group. `torchrun` ends all ranks as soon as one rank has failed. So the first rank to
     fail must print the reason, whichever rank it is. Different `torchrun`s, and restarts, are independent.
     """
     start = "/".join(os.environ.get(name, "0") for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"))
@@ -196,7 +196,8 @@ def barrier(device: torch.device) -> None:
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
     """Run a function on every rank. Every rank gets the outcomes of all ranks, in order.
 
-    Every rank must call this, in the same order relative to its other calls. Outcomes must be picklable.
+    Every rank must call this equally often and in the same order, because the n-th calls of all ranks belong together.
+    Outcomes must be picklable.
 
     Raises:
         MeasurementError: the work raised on some rank; the message has the rank and the reason. The failed rank does

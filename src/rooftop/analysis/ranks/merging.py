@@ -20,8 +20,8 @@ from rooftop.analysis.formats import time_text
 LEAST_IMBALANCE = 0.10
 """A rank is not a straggler if its own time exceeds the mean by less than this fraction."""
 NOISE_SPREADS = 3.0
-"""A rank is a straggler only if its own time exceeds the mean by more than this multiple of the variation from step to
-step of any rank's own time.
+"""A rank is a straggler only if its own time exceeds the mean by more than this multiple of the largest `own_spread_ms`
+of the ranks.
 """
 
 
@@ -35,8 +35,8 @@ class RankRow:
         busy_ms: time in which the GPU works, or in which operators or collectives run on the CPU.
         communication_ms: time in which collectives, sends and receives run.
         exposed_ms: the part of the communication during which nothing else runs on the device.
-        waited_ms: the part of exposed_ms in which the rank waits for a slower rank (0 until the ranks are gathered).
-        own_spread_ms: interquartile range of the own time over the steps.
+        waited_ms: the part of exposed_ms in which the rank waits for a slower rank (0 until `compared` computes it).
+        own_spread_ms: interquartile range of the own time (see `own_ms`) over the steps.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class RankRow:
 
     @property
     def own_ms(self) -> float:
-        """The rank's time without exposed communication."""
+        """The wall time minus the exposed communication."""
         return self.wall_ms - self.exposed_ms
 
 
@@ -77,8 +77,8 @@ class Ranks:
     @property
     def straggler(self) -> int | None:
         """The slow rank for which the other ranks wait, or would wait if they communicated; None if there is none. A
-        straggler's own time exceeds the mean by more than 10%, and by more than three times the variation of any rank's
-        own time."""
+        straggler's own time exceeds the mean by more than 10%, and by more than three times the largest `own_spread_ms`
+        of the ranks."""
         excess_ms = self.slowest.own_ms - self.mean_own_ms
         noise_ms = NOISE_SPREADS * max(row.own_spread_ms for row in self.rows)
         late = len(self.rows) > 1 and self.imbalance > LEAST_IMBALANCE and excess_ms > noise_ms

@@ -67,7 +67,9 @@ class RankInstrument:
         self._trace.__exit__(kind, error, tb)
 
     def row(self, rank: int) -> RankRow:
-        """This rank's part of a step: the median over its watched stretches of steps."""
+        """This rank's times of one step: the median over the watched stretches, divided by the number of steps in a
+        stretch (see `STEPS_BETWEEN_WAITS`).
+        """
         row = rank_row(self._trace.events, rank, self._device)
         times = {name: value / self._together for name, value in asdict(row).items() if name.endswith("_ms")}
         return replace(row, **times)
