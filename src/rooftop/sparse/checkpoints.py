@@ -1,4 +1,4 @@
-"""Load weights of sparse convolutions that were saved by any version of spconv, in the layout of that version.
+"""Load weights of sparse convolutions that any version of spconv has saved, whatever the layout of that version.
 
     report = load_spconv_state_dict(network, torch.load("checkpoint.pth")["state_dict"])
 

@@ -152,7 +152,8 @@ def _by_voxel(keys: Tensor) -> _ByVoxel:
 
 
 class PointToVoxel:
-    """Assign the points of one cloud to the slots of voxels, (V, P, F), like spconv's class of this name.
+    """Group the points of one cloud by voxel, like spconv's class of this name. The result (V, P, F) has V voxels of P
+    slots. A slot holds the F values of one point. P is `max_num_points_per_voxel`.
 
     The grid follows spconv's rule, and rounds the range to the nearest number of whole cells. (`voxelize` covers the
     whole range.) Voxels are numbered in the order of their first points, up to `max_num_voxels` voxels. The slots of a
@@ -333,8 +334,8 @@ def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor
 
     Args:
         seg_res_features: features of the voxels, such as a network's output.
-        pc_voxel_id: (N,), the voxel of each point, or -1, from `PointToVoxel.generate_voxel_with_id`. This tensor is
-            moved to the device of the features.
+        pc_voxel_id: (N,), the voxel of each point, or -1, from `PointToVoxel.generate_voxel_with_id`. It may be
+            on another device than the features.
         invalid_value: the value for points in no voxel.
     """
     ids = pc_voxel_id.to(seg_res_features.device)
