@@ -81,7 +81,7 @@ def convert_state_dict(
     module: nn.Module, state_dict: Mapping[str, Tensor], layout: str | None = None
 ) -> tuple[OrderedDict[str, Tensor], LayoutReport]:
     """Copy the state dict, and convert weights of the module's sparse convolutions to (out, *kernel, in). The copy is
-    marked as converted for `load_state_dict`.
+    marked, so that `load_state_dict` does not convert it again.
 
     Args:
         layout: as in `load_spconv_state_dict`.

@@ -278,8 +278,8 @@ def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
-    """Add sparse tensors. The result contains every site of any tensor, sorted, and no rulebooks. The host waits for
-    the device.
+    """Add sparse tensors. The result contains each site of any of the tensors once, sorted by key, and no rulebooks.
+    The host waits for the device.
 
     For tensors on the same sites, `x.replace_feature(x.features + y.features)` is faster.
 

@@ -72,7 +72,8 @@ class Faults(NamedTuple):
     outputs: int
 
     def check(self) -> None:
-        """Raise `ValueError` if a flag is set, and name the first wrong row. The host waits for the device."""
+        """Raise `ValueError` if a flag is set. The message names the first wrong row, or the bound that is too small.
+        The host waits for the device."""
         repeated, outside, beyond = self.flags.tolist()
         if repeated or outside:
             check_sites(self.indices, self.shape.batch_size, self.shape.in_shape)
@@ -152,7 +153,8 @@ class Rulebook:
         return Faults(self.faults, inputs, self.shape, outputs.shape[0])
 
     def check(self) -> None:
-        """Raise `ValueError` if a flag in `faults` is set, and name the first wrong row. Waits for the device."""
+        """Raise `ValueError` if a flag in `faults` is set. The message names the first wrong row, or the bound that is
+        too small. Waits for the device."""
         self.told_faults.check()
 
     @property

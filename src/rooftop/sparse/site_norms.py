@@ -3,8 +3,8 @@
 Mean and variance are over the rows of x (N, C) that `sites` (N,) marks. Only the device knows the number of such rows.
 With fewer than two sites, there is no variance, and the running statistics are used. Source: Ioffe and Szegedy 2015,
 "Batch Normalization". The kernels are memory-bound: forward reads x twice and writes y; backward reads dy and x twice
-and writes dx. Rows that are not sites may have any values. The kernels do not read these rows, and set their results
-and gradients to 0.
+each, and writes dx. Rows that are not sites may have any values. The kernels do not read these rows, and set their
+results and gradients to 0.
 
 Sums and statistics are float64 (float32 if x is float16 or bfloat16). Each sum is computed in parts of equal length,
 which are merged in a fixed order, so results are the same bit for bit in each run.

@@ -50,15 +50,16 @@ _WHOLE = 1e-6  # tolerance for the number of cells: 40 / 0.16 and 70.4 / 0.1 are
 
 
 def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_spconv: bool = False) -> Grid:
-    """Make the grid that covers a range, which is given as all low ends, then all high ends.
+    """Make the grid for a range, which is given as all low ends, then all high ends.
 
     Args:
-        as_spconv: whether to use spconv's rule, which rounds the range to the nearest number of whole cells.
+        as_spconv: whether to use spconv's rule, which rounds the range to the nearest number of whole cells. If not,
+            the number of cells is rounded up, so that the cells cover the range.
 
     Raises:
         TypeError: an argument is not a sequence of numbers.
-        ValueError: the number of dimensions is not 1 to 4, a size is invalid, the range is empty, or the grid has 2^63
-            cells or more.
+        ValueError: the number of dimensions is not 1 to 4, a size is invalid, the range is empty, or the number of
+            cells is not 1 to 2^31 in each dimension or is 2^63 or more in all.
     """
     try:
         sizes, ends = tuple(map(float, voxel_size)), tuple(map(float, coordinate_range))
@@ -223,7 +224,8 @@ class PointToVoxel:
         Returns:
             Voxels (V, P, F) in the points' dtype, through which gradients flow back to the points. Indices (V, dims)
             int32, (z, y, x). The number of points in each voxel, (V,) int32, at most P. The voxel of each point, (N,)
-            int64, -1 for none. As in spconv, a point is assigned to its voxel even if the voxel has no free slot.
+            int64, -1 for a point in none of these V voxels. As in spconv, a point is assigned to its voxel even if the
+            voxel has no free slot.
 
         Raises:
             TypeError, ValueError: the points are invalid, or on another device; or the voxels have 2^63 bytes or more.

@@ -26,8 +26,8 @@ class Answer:
         wanted: number of wanted pages.
         missing: the wanted pages that are absent, the most wanted first.
         pixels: for each missing page, the error in pixels that its absence causes in the picture.
-        refused: a page that the device refused because offsets in the page point outside the page, or None. If there is
-            such a page, the frame is wrong.
+        refused: a page that the device refused because its contents are invalid (see `admission.py`), or None. If there
+            is such a page, the frame must not be used.
     """
 
     counters: list[int]

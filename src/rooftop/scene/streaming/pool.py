@@ -141,7 +141,7 @@ class Pool:
         self._tell()
 
     def stats(self, answer: Answer, pixel_error: float) -> StreamingStats:
-        """Statistics of a frame, and of the pages loaded and evicted since the last statistics."""
+        """Statistics of a frame, and of the pages loaded and evicted since the last call of this method."""
         resident = int(np.count_nonzero(self.slots.state == RESIDENT))
         stats = StreamingStats(
             wanted=answer.wanted,
