@@ -423,24 +423,24 @@ class SparseConvTranspose4d(_SparseConvTranspose):
 
 
 class SparseInverseConv1d(_SparseInverseConv):
-    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 1 dimension."""
+    """The convolution back to the input sites of the layer with the same `indice_key`, over grids of 1 dimension."""
 
     ndim = 1
 
 
 class SparseInverseConv2d(_SparseInverseConv):
-    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 2 dimensions."""
+    """The convolution back to the input sites of the layer with the same `indice_key`, over grids of 2 dimensions."""
 
     ndim = 2
 
 
 class SparseInverseConv3d(_SparseInverseConv):
-    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 3 dimensions."""
+    """The convolution back to the input sites of the layer with the same `indice_key`, over grids of 3 dimensions."""
 
     ndim = 3
 
 
 class SparseInverseConv4d(_SparseInverseConv):
-    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 4 dimensions."""
+    """The convolution back to the input sites of the layer with the same `indice_key`, over grids of 4 dimensions."""
 
     ndim = 4

@@ -218,7 +218,8 @@ def indice_conv(
 
     Args:
         features, filters, bias: as features, weight and bias in `convolve`.
-        indice_pairs: (2, K, P) int32, from `get_indice_pairs`. Each list of pairs is followed by -1.
+        indice_pairs: (2, K, P) int32, from `get_indice_pairs`: input rows and output rows of each offset's pairs.
+            -1 fills each list up to the length P.
         indice_pair_num: (K,) int32, the number of pairs at each offset, from `get_indice_pairs`.
         num_activate_out: number of output rows.
 

@@ -179,7 +179,7 @@ class SiteNorm(NamedTuple):
         return site_norm_reference(*self)
 
     def keep(self, made: Six) -> tuple[Any, ...]:
-        """Save all arguments of the backward operator except dy, and the dtype of the bias."""
+        """Save the dtype of the bias, and all arguments of the backward operator except dy."""
         x, sites, weight, bias, running_mean, *_ = self
         _, _, _, count, center, rate = made
         return x, sites, weight, center, rate, count, running_mean is not None, None if bias is None else bias.dtype
