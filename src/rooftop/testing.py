@@ -26,8 +26,10 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
         what: name of the result in the message.
 
     Raises:
-        AssertionError: the shape or dtype differs, NaN or infinity appears where `exact` has none (or the reverse), or
-            the error is above the limit. The message has the worst element, its error and the allowed error.
+        AssertionError: the shapes or dtypes differ, `exact` is not float64, `actual` does not have NaN exactly where
+            `exact` has NaN, `actual` lacks an infinity of `exact`, or the error is above the limit. Only elements where
+            `exact` and `eager` are finite count for the error. The message has the worst element or the root mean
+            square error, and the allowed error.
     """
     if actual.shape != eager.shape or actual.dtype != eager.dtype or exact.shape != eager.shape:
         raise AssertionError(

@@ -1,10 +1,9 @@
 """The Triton kernels that build the rulebook by bitmaps. `bitmaps.py` launches and explains them.
 
-A cell is numbered by the row-major index of its batch element and its four coordinates. Grids with fewer than four
-dimensions get leading dimensions of size 1. Bit `cell % 32` of word `cell // 32` is set if the cell has a site.
-`counts` has, for each word, the number of set bits in all words up to and including that word. So one word and its
-count are enough to find a site's rank among all sites. Offsets are numbered as in `rulebook.py`. `faults` has the flags
-of `Rulebook.faults`.
+A cell's number is the row-major index of (batch element, four coordinates). Grids with fewer than four dimensions get
+leading dimensions of size 1. Bit `cell % 32` of word `cell // 32` is set if the cell has a site. `counts` has, for each
+word, the number of set bits in all words up to and including that word. So one word and its count are enough to find a
+site's rank among all sites. Offsets are numbered as in `rulebook.py`. `faults` has the flags of `Rulebook.faults`.
 """
 
 from __future__ import annotations
@@ -143,8 +142,9 @@ def pair_outputs(
     rows, count, outputs,
     VOLUME: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Replace each cell in `cells` by its output row. For each output, write its input rows and its cell. If there are
-    more than `outputs` outputs, record a fault and write no outputs."""
+    """Replace each cell in `cells` by its output row. For each output, write its input rows to `neighbours` and its
+    cell to `out_cells`. If there are more than `outputs` outputs, record a fault, write no outputs, and set `cells` to
+    -1."""
     fits = tl.load(counts + (count - 1)) <= outputs
     tl.store(faults + 2, 1, mask=fits == 0)
     row, there = _rows(rows, ROWS)

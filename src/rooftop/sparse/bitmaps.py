@@ -9,9 +9,9 @@ a cell is:
 
 A submanifold convolution marks its sites, counts them, stores the row of each rank, and reads the cells around each
 site. Other convolutions mark the cells that their sites reach. The rank of a marked cell is the output's row. In
-addition to the tables, the kernels read or write 2 bits per cell a few times. A thin surface of 1 M sites in 81 M cells
-has 81 cells per site. Up to some thousand cells per site, bitmaps are predicted to be faster than hash tables
-(`hash_tables.py`).
+addition to the tables, the kernels read or write the words and the second array a few times, which take 1 bit per cell
+each. A thin surface of 1 M sites in 81 M cells has 81 cells per site. Up to CELLS_PER_SITE cells per site, bitmaps are
+predicted to be faster than hash tables (`hash_tables.py`).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Bitmap(NamedTuple):
 
 
 def fit_bitmaps(indices: Tensor, shape: Geometry) -> bool:
-    """Whether to use bitmaps instead of hash tables: on a GPU (or in Triton's interpreter), if the grid does not have
-    too many cells per site."""
+    """Whether to use bitmaps instead of hash tables: on a GPU (or in Triton's interpreter), if the grid, its cells
+    per site, the kernel and its steps are within the limits above."""
     if indices.device.type != "cuda" and not INTERPRETED:
         return False
     cells = max(_cells(shape, shape.in_shape), _cells(shape, shape.out_shape))

@@ -1,4 +1,4 @@
-"""Load weights of sparse convolutions that were saved by any version of spconv, in the layout of that version.
+"""Load weights of sparse convolutions that any version of spconv has saved, whatever the layout of that version.
 
     report = load_spconv_state_dict(network, torch.load("checkpoint.pth")["state_dict"])
 
@@ -81,7 +81,7 @@ def convert_state_dict(
     module: nn.Module, state_dict: Mapping[str, Tensor], layout: str | None = None
 ) -> tuple[OrderedDict[str, Tensor], LayoutReport]:
     """Copy the state dict, and convert weights of the module's sparse convolutions to (out, *kernel, in). The copy is
-    marked as converted for `load_state_dict`.
+    marked, so that `load_state_dict` does not convert it again.
 
     Args:
         layout: as in `load_spconv_state_dict`.

@@ -42,7 +42,7 @@ VOXEL_COUNT = "max_num_voxels_during_training"
 
 class ConvAlgo(Enum):
     """spconv's algorithms for a convolution. Layers accept an algorithm and ignore it. Rooftop chooses kernels by
-    channels, sites and dtype, and results do not depend on the algorithm."""
+    the numbers of channels and sites and by the dtype, and results do not depend on the argument `algo`."""
 
     Native = 0
     MaskImplicitGemm = 1
@@ -199,8 +199,9 @@ class SparseConvolution(SparseModule):
             raise ValueError(f"{type(self).__name__} takes {self.in_channels} channels, got {x}")
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """Return the maximum number of outputs of any call so far, (1,) int32, or None without `record_voxel_count`.
-        `num_out_act_bound` must be at least this number."""
+        """Return the maximum number of outputs of any call so far, (1,) int32. None without `record_voxel_count`,
+        and for submanifold and inverse layers. For the same inputs, a fixed `num_out_act_bound` must be at least this
+        number."""
         return getattr(self, VOXEL_COUNT, None)
 
     def _load_from_state_dict(
@@ -422,24 +423,24 @@ class SparseConvTranspose4d(_SparseConvTranspose):
 
 
 class SparseInverseConv1d(_SparseInverseConv):
-    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 1 dimension."""
+    """The convolution back to the input sites of the layer with the same `indice_key`, over grids of 1 dimension."""
 
     ndim = 1
 
 
 class SparseInverseConv2d(_SparseInverseConv):
-    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 2 dimensions."""
+    """The convolution back to the input sites of the layer with the same `indice_key`, over grids of 2 dimensions."""
 
     ndim = 2
 
 
 class SparseInverseConv3d(_SparseInverseConv):
-    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 3 dimensions."""
+    """The convolution back to the input sites of the layer with the same `indice_key`, over grids of 3 dimensions."""
 
     ndim = 3
 
 
 class SparseInverseConv4d(_SparseInverseConv):
-    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 4 dimensions."""
+    """The convolution back to the input sites of the layer with the same `indice_key`, over grids of 4 dimensions."""
 
     ndim = 4

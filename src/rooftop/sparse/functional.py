@@ -218,7 +218,8 @@ def indice_conv(
 
     Args:
         features, filters, bias: as features, weight and bias in `convolve`.
-        indice_pairs: (2, K, P) int32, from `get_indice_pairs`. Each list of pairs is followed by -1.
+        indice_pairs: (2, K, P) int32, from `get_indice_pairs`: input rows and output rows of each offset's pairs.
+            -1 fills each list up to the length P.
         indice_pair_num: (K,) int32, the number of pairs at each offset, from `get_indice_pairs`.
         num_activate_out: number of output rows.
 
@@ -278,8 +279,8 @@ def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
-    """Add sparse tensors. The result contains every site of any tensor, sorted, and no rulebooks. The host waits for
-    the device.
+    """Add sparse tensors. The result contains each site of any of the tensors once, sorted by key, and no rulebooks.
+    The host waits for the device.
 
     For tensors on the same sites, `x.replace_feature(x.features + y.features)` is faster.
 

@@ -24,8 +24,8 @@ class Geometry:
     Attributes:
         batch_size: number of batch elements.
         in_shape, out_shape: sizes of the dense grids.
-        ksize, stride, padding, dilation: one value per dimension. For a submanifold convolution, the padding keeps
-            sites in place.
+        ksize, stride, padding, dilation: one value per dimension. For a submanifold convolution, the padding is
+            dilation * (ksize // 2), so that the centre of the kernel is at the output site.
         subm: whether the output sites are the input sites.
         transpose: whether input and output are swapped in the definition (`rulebook.py`).
     """
@@ -101,13 +101,13 @@ def _check_submanifold(ksize: tuple[int, ...], stride: tuple[int, ...], transpos
 
 
 def check_kernel(ksize: tuple[int, ...]) -> None:
-    """Raise `ValueError` if a kernel has more offsets than tables can number."""
+    """Raise `ValueError` if a kernel has more offsets than int32 can number."""
     if math.prod(ksize) > MAX_ROWS:
         raise ValueError(f"a kernel of {ksize} has more offsets than int32 can number: use a smaller kernel")
 
 
 def check_cells(what: str, shape: Sequence[int], batch_size: int) -> None:
-    """Raise `ValueError` if a grid has more cells than keys can number."""
+    """Raise `ValueError` if a grid has more cells than int64 keys can number."""
     if batch_size * math.prod(shape) > NO_KEY:
         raise ValueError(
             f"{what} {tuple(shape)} times batch_size {batch_size} is 2^63 cells or more, too many for int64 keys: "
@@ -138,8 +138,8 @@ def batch_size_of(value: Any) -> int:
 
 
 def whole_number(what: str, value: Any, where: str = "") -> int:
-    """Convert an integer (of Python, numpy or a tensor) or a float with an integer value to an int. Error messages
-    contain `what` and `where`.
+    """Convert an integer (of Python, numpy or a tensor) or a float with an integer value to an int. In error
+    messages, `what` is the name of the value, and `where` follows "must be an integer".
 
     Raises:
         TypeError: the value is not an integer (such as 2.5), or is a bool.

@@ -66,7 +66,7 @@ class SparseSequential(SparseModule):
         return len(self._modules)
 
     def add(self, module: nn.Module, name: str | None = None) -> None:
-        """Append a module. Without a name, the module's index is its name.
+        """Append a module. If `name` is None, the module's index in the sequence is its name.
 
         Raises:
             TypeError: the argument is not a module.

@@ -90,7 +90,8 @@ class SparsePool(SparseModule):
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """Pool x, whose grid has `ndim` dimensions. The result has the same batch and channels, on the output grid.
+        """Pool x, whose grid has `ndim` dimensions. The result has the output grid, and the batch size and
+        channels of x.
 
         Raises:
             TypeError, ValueError: x is not a sparse tensor of `ndim` dimensions, or the rulebook under `indice_key` is
@@ -110,8 +111,8 @@ class SparsePool(SparseModule):
         return y
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """Return the maximum number of outputs of any call so far, (1,) int32, or None without `record_voxel_count`.
-        `num_out_act_bound` must be at least this number."""
+        """Return the maximum number of outputs of any call so far, (1,) int32. None without `record_voxel_count`,
+        and for a submanifold layer. For the same inputs, a fixed `num_out_act_bound` must be at least this number."""
         return getattr(self, VOXEL_COUNT, None)
 
     def extra_repr(self) -> str:
@@ -227,7 +228,7 @@ class SparseGlobalMaxPool(SparseModule):
 class SparseGlobalAvgPool(SparseModule):
     """The mean over all sites of each batch element: (batch_size, C), 0 for elements without sites.
 
-    spconv 2.3 returns only the first channel.
+    This layer of spconv 2.3 returns only the first channel.
     """
 
     def forward(self, x: SparseConvTensor) -> Tensor:

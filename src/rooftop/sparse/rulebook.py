@@ -72,7 +72,8 @@ class Faults(NamedTuple):
     outputs: int
 
     def check(self) -> None:
-        """Raise `ValueError` if a flag is set, and name the first wrong row. The host waits for the device."""
+        """Raise `ValueError` if a flag is set. The message names the first wrong row, or the bound that is too small.
+        The host waits for the device."""
         repeated, outside, beyond = self.flags.tolist()
         if repeated or outside:
             check_sites(self.indices, self.shape.batch_size, self.shape.in_shape)
@@ -152,7 +153,8 @@ class Rulebook:
         return Faults(self.faults, inputs, self.shape, outputs.shape[0])
 
     def check(self) -> None:
-        """Raise `ValueError` if a flag in `faults` is set, and name the first wrong row. Waits for the device."""
+        """Raise `ValueError` if a flag in `faults` is set. The message names the first wrong row, or the bound that is
+        too small. Waits for the device."""
         self.told_faults.check()
 
     @property
@@ -445,7 +447,8 @@ def _is_traced_by_dynamo() -> bool:
 
 @_disable_dynamo  # unlike torch.compiler.disable, this imports the compiler only when it is needed
 def without_num_out_act_bound(*arguments: Any) -> Tables:
-    """Run the operator between two graphs of a compiled program. The second graph starts after the outputs are counted.
+    """Run the operator outside the graphs of a compiled program: the compiler ends one graph before this call, and
+    starts another after it, when the number of outputs is known.
 
     With fullgraph=True, the compiler's error shows the name of this function.
     """
@@ -491,8 +494,9 @@ def get_indice_pairs(
         each offset, (kernel volume,) int32.
 
     Raises:
-        MissingExtraError, TypeError, ValueError: as in `build_rulebook`; or a size is too small, there are too many
-            sizes, the kernel does not fit, or the grid has 2^63 cells or more.
+        MissingExtraError, TypeError, ValueError: as in `build_rulebook`; or batch_size, spatial_shape or an
+            argument of the kernel is too small, there are more than 4 sizes, the kernel does not fit into the grid, or
+            the input's or the output's grid has 2^63 cells or more.
     """
     shape = geometry(batch_size, spatial_shape, ksize, stride, padding, dilation, out_padding, subm, transpose)
     rulebook = build_rulebook(indices, shape, num_out_act_bound)

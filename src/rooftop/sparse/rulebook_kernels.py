@@ -2,11 +2,11 @@
 
 A table is (slots,) int64, where the number of slots is a power of two and free slots are EMPTY. A second array stores
 the row of each slot's key. The search for a key starts at the slot of its hash and ends at the first slot that is empty
-or has the key. Threads compete by compare-and-swap, and no thread waits for another. One launch fills a table, and only
-later launches read the table.
+or has the key, or after PROBES slots. Threads compete by compare-and-swap, and no thread waits for another. One launch
+fills a table, and only later launches read the table.
 
-Sizes are passed as vectors of four, of which kernels use the first `dims` entries. `faults` has the
-flags of `Rulebook.faults`. A thread that finds a fault sets the fault's flag to 1 and skips the site.
+Sizes are passed as vectors of four, of which kernels use the first `dims` entries. `faults` has the flags of
+`Rulebook.faults`. A thread that finds a fault sets the fault's flag to 1 and skips the site.
 """
 
 import warp as wp
@@ -94,8 +94,8 @@ def insert_sites(
     rows: wp.array(dtype=wp.int32),
     faults: wp.array(dtype=wp.int32),
 ):
-    """Insert the key of each site, and store its row in `rows`. Record a fault for sites off the grid and for repeated
-    sites.
+    """Insert the key of each site, and store the site's row in `rows` at the key's slot. Record a fault for sites off
+    the grid and for repeated sites.
     """
     row = wp.tid()
     if is_inside(sites, row, dims, batch_size, shape):

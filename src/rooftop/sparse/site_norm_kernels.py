@@ -22,7 +22,8 @@ def site_moments(
     rows, length,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute count, mean and sum of squared deviations for `length` rows. `length` is a multiple of ROWS."""
+    """Each program computes the count of the sites in one part of `length` rows, and for a block of columns the mean
+    and the sum of squared deviations over these sites. `length` is a multiple of ROWS."""
     part, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     wide: tl.constexpr = means.dtype.element_ty
     count = tl.zeros((), wide)
@@ -104,7 +105,7 @@ def site_gradient_sums(
     rows, length,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum dy, and dy times the normalized x, over `length` rows."""
+    """Each program sums dy, and dy times the normalized x, over the sites in one part of `length` rows."""
     part, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
     middle, scale = (

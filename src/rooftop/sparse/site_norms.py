@@ -3,11 +3,11 @@
 Mean and variance are over the rows of x (N, C) that `sites` (N,) marks. Only the device knows the number of such rows.
 With fewer than two sites, there is no variance, and the running statistics are used. Source: Ioffe and Szegedy 2015,
 "Batch Normalization". The kernels are memory-bound: forward reads x twice and writes y; backward reads dy and x twice
-and writes dx. Rows that are not sites may have any values. The kernels do not read these rows, and set their results
-and gradients to 0.
+each, and writes dx. Rows that are not sites may have any values. The kernels do not read these rows, and set their
+results and gradients to 0.
 
-Sums and statistics are float64 (float32 for half precision). Each sum is computed in parts of equal length, which
-are merged in a fixed order, so results are the same bit for bit in each run.
+Sums and statistics are float64 (float32 if x is float16 or bfloat16). Each sum is computed in parts of equal length,
+which are merged in a fixed order, so results are the same bit for bit in each run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def site_norm_gradient_reference(
     by_running: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute dx (N, C), dweight (C,) and dbias (C,). `by_running` means that running statistics exist. With fewer than
-    two sites, forward normalizes the rows by the running statistics, which count as constants here."""
+    two sites, forward normalizes the rows by the running statistics, which do not depend on x."""
     known = sites[:, None]
     slope, values = (t.to(rate.dtype).where(known, 0) for t in (dy, x))
     rest = (values - center).where(known, 0).sum(0) / count.clamp(min=1)  # corrects the rounding error of center
@@ -179,7 +179,7 @@ class SiteNorm(NamedTuple):
         return site_norm_reference(*self)
 
     def keep(self, made: Six) -> tuple[Any, ...]:
-        """Save all arguments of the backward operator except dy, and the dtype of the bias."""
+        """Save the dtype of the bias, and all arguments of the backward operator except dy."""
         x, sites, weight, bias, running_mean, *_ = self
         _, _, _, count, center, rate = made
         return x, sites, weight, center, rate, count, running_mean is not None, None if bias is None else bias.dtype

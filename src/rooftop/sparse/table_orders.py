@@ -1,7 +1,7 @@
 """Neighbour tables in the forms that sparse convolution kernels need: ordered rows, and pair lists.
 
 Each form is computed once for all layers that share a rulebook. An ordered table replaces the unordered table,
-which saves 60 MB for half a million sites and 27 offsets. `torch.library` operators compute all forms, so that compiled
+which saves 54 MB for half a million sites and 27 offsets. `torch.library` operators compute all forms, so that compiled
 programs can use these forms.
 """
 
@@ -31,7 +31,8 @@ def by_kernels(table: Tensor) -> bool:
 
 
 def are_many(rows: int, least: int) -> bool:
-    """Whether there are at least `least` rows. True if a compiled program learns the number only at run time."""
+    """Whether there are at least `least` rows. In compiled code, True unless the compiler knows that there are
+    fewer."""
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -131,13 +132,14 @@ def row_blocks(order: Tensor, taps: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(eq=False)
 class NeighbourTable:
-    """A neighbour table (M, T) of M rows among N sites. The table is stored by row, until a kernel needs it ordered.
+    """A neighbour table (M, T) of M rows among N sites. The table is stored in its own row order (`by_row`) until a
+    kernel first needs ordered rows. Then `ordered` is computed, and replaces `by_row` if it contains the table.
 
     Attributes:
         by_row: the site at each tap, or -1, (M, T) int32, contiguous. None if only `ordered` contains the table.
         sites: N, the number of sites.
-        ordered: the result of `row_order` for the table.
-        lists: the result of `row_pairs` or `row_blocks` for the table.
+        ordered: the result of `row_order` for the table; None until it is needed.
+        lists: the result of `row_pairs` or `row_blocks` for the table; None until it is needed.
     """
 
     by_row: Tensor | None

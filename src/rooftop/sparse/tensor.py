@@ -42,7 +42,8 @@ class SparseConvTensor:
         indice_dict: the rulebooks of the layers that computed this tensor, by `indice_key`.
         padded: whether some rows of indices may not be sites. Outputs of a layer with `num_out_act_bound` are padded.
             For the network's input, the caller sets `padded`. Batch norms of padded tensors use only sites.
-        faults: flags of the errors that earlier layers found in their sites. `check()` raises the first error.
+        faults: flags of the errors that earlier layers found in their sites, in the order of the layers. `check()`
+            raises the first of these errors.
     """
 
     def __init__(
@@ -196,7 +197,8 @@ class SparseConvTensor:
 
     def check(self) -> None:
         """Raise `ValueError` if earlier layers have found an error: a site out of range, a repeated site, or too small
-        a bound. On a GPU, this method waits for the device, while layers do not wait just to raise errors."""
+        a bound. On a GPU, this method waits for the device. Layers do not wait only to raise errors; they record
+        errors in `faults`."""
         for fault in self.faults:
             fault.check()
 
@@ -213,7 +215,7 @@ class SparseConvTensor:
         Raises:
             ValueError: a site is repeated or out of range (checked on the CPU, and on a GPU with ROOFTOP_CHECK=1 in the
                 environment), or the dense tensor would have 2^63 bytes or more. Without the check of sites, only one
-                row of a repeated site is used, and sites out of range are ignored.
+                row of a repeated site is used (which one is not defined), and sites out of range are ignored.
             MemoryError: the host has too little memory. On a GPU, PyTorch raises `torch.OutOfMemoryError`.
         """
         if _has_values(self.indices) and checks_values(self.indices):
@@ -233,8 +235,8 @@ class SparseConvTensor:
         """Merge rows of the same site, by the "sum", "mean", "max" or "min" of their features. The result's sites are
         sorted.
 
-        The operation is differentiable and deterministic. Rows are reduced in order, and summed in float32 or wider.
-        The host waits for the device. The result has no rulebooks.
+        The operation is differentiable and deterministic. Rows are reduced in ascending order of their
+        numbers, and summed in float32 or wider. The host waits for the device. The result has no rulebooks.
 
         Raises:
             TypeError: the features are integers.

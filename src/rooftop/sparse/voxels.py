@@ -50,15 +50,16 @@ _WHOLE = 1e-6  # tolerance for the number of cells: 40 / 0.16 and 70.4 / 0.1 are
 
 
 def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_spconv: bool = False) -> Grid:
-    """Make the grid that covers a range, which is given as all low ends, then all high ends.
+    """Make the grid for a range, which is given as all low ends, then all high ends.
 
     Args:
-        as_spconv: whether to use spconv's rule, which rounds the range to the nearest number of whole cells.
+        as_spconv: whether to use spconv's rule, which rounds the range to the nearest number of whole cells. If not,
+            the number of cells is rounded up, so that the cells cover the range.
 
     Raises:
         TypeError: an argument is not a sequence of numbers.
-        ValueError: the number of dimensions is not 1 to 4, a size is invalid, the range is empty, or the grid has 2^63
-            cells or more.
+        ValueError: the number of dimensions is not 1 to 4, a size is invalid, the range is empty, or the number of
+            cells is not 1 to 2^31 in each dimension or is 2^63 or more in all.
     """
     try:
         sizes, ends = tuple(map(float, voxel_size)), tuple(map(float, coordinate_range))
@@ -152,7 +153,8 @@ def _by_voxel(keys: Tensor) -> _ByVoxel:
 
 
 class PointToVoxel:
-    """Assign the points of one cloud to the slots of voxels, (V, P, F), like spconv's class of this name.
+    """Group the points of one cloud by voxel, like spconv's class of this name. The result (V, P, F) has V voxels of P
+    slots. A slot holds the F values of one point. P is `max_num_points_per_voxel`.
 
     The grid follows spconv's rule, and rounds the range to the nearest number of whole cells. (`voxelize` covers the
     whole range.) Voxels are numbered in the order of their first points, up to `max_num_voxels` voxels. The slots of a
@@ -222,7 +224,8 @@ class PointToVoxel:
         Returns:
             Voxels (V, P, F) in the points' dtype, through which gradients flow back to the points. Indices (V, dims)
             int32, (z, y, x). The number of points in each voxel, (V,) int32, at most P. The voxel of each point, (N,)
-            int64, -1 for none. As in spconv, a point is assigned to its voxel even if the voxel has no free slot.
+            int64, -1 for a point in none of these V voxels. As in spconv, a point is assigned to its voxel even if the
+            voxel has no free slot.
 
         Raises:
             TypeError, ValueError: the points are invalid, or on another device; or the voxels have 2^63 bytes or more.
@@ -333,8 +336,8 @@ def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor
 
     Args:
         seg_res_features: features of the voxels, such as a network's output.
-        pc_voxel_id: (N,), the voxel of each point, or -1, from `PointToVoxel.generate_voxel_with_id`. This tensor is
-            moved to the device of the features.
+        pc_voxel_id: (N,), the voxel of each point, or -1, from `PointToVoxel.generate_voxel_with_id`. It may be
+            on another device than the features.
         invalid_value: the value for points in no voxel.
     """
     ids = pc_voxel_id.to(seg_res_features.device)

@@ -1,4 +1,4 @@
-"""`python -m rooftop.train` runs `rooftop train`, so that `torchrun -m` can start it."""
+"""`python -m rooftop.train` runs `rooftop train`, so that `torchrun -m rooftop.train` can start a training."""
 
 import sys
 

@@ -25,9 +25,9 @@ class Answer:
         counters: counters of the frame.
         wanted: number of wanted pages.
         missing: the wanted pages that are absent, the most wanted first.
-        pixels: for each missing page, the picture's error in pixels if this page is absent.
-        refused: a page that the device refused because offsets in the page point outside the page, or None. If there is
-            such a page, the frame is wrong.
+        pixels: for each missing page, the error in pixels that its absence causes in the picture.
+        refused: a page that the device refused because its contents are invalid (see `admission.py`), or None. If there
+            is such a page, the frame must not be used.
     """
 
     counters: list[int]
@@ -41,8 +41,8 @@ class RequestBuffers:
     """The memory of requests on the device, and how the host reads it.
 
     Attributes:
-        tensors: one tensor for each field of `Requests`, and `wanted_first`, by name.
-        values: the struct of these tensors, without `wanted_first`, that Warp's kernels accept.
+        tensors: by name, one tensor for each field of `Requests`; and "wanted_first", the copy that `keep_first` makes.
+        values: the Warp struct `Requests` of the tensors other than "wanted_first".
     """
 
     def __init__(self, graph: PageGraph, page_at: torch.Tensor, refused: torch.Tensor) -> None:
@@ -78,7 +78,13 @@ class RequestBuffers:
         self.tensors["wanted"].zero_()
 
     def collect(self, counters: torch.Tensor, threads: int, aging: bool = True) -> None:
-        """Compute the answer of a frame from `counters` and the page requests of the frame's culling kernels."""
+        """Compute the answer of a frame from `counters` and the page requests of the frame's culling kernels.
+
+        Args:
+            counters: (COUNTERS,) the frame's counters.
+            threads: number of threads of the launch.
+            aging: whether pages that the frame did not want become older.
+        """
         answer = self.tensors["answer"]
         answer[COUNTERS:LIST].zero_()
         answer[:COUNTERS].copy_(counters)
@@ -114,7 +120,7 @@ class RequestBuffers:
         return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 
     def use(self, first: bool = False) -> Use:
-        """Return how the frame, or only its first pass, used pages."""
+        """Return how the frame used pages. With `first`, `Use.pixels` is that of the frame's first pass only."""
         wanted, ages = self._use.to("cpu", copy=True).numpy()
         if first:
             wanted = self.tensors["wanted_first"].to("cpu", copy=True).numpy()

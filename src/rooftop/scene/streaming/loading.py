@@ -50,8 +50,8 @@ class Arrivals:
 
     Attributes:
         pages: (n,) page numbers.
-        size_bytes: (n,) how many bytes of each page are in its slot.
-        errors: for each page that is not in its slot, the error.
+        size_bytes: (n,) number of bytes that were read of each page.
+        errors: the error of each page that is not in its slot, by page number.
     """
 
     pages: Ints
@@ -80,7 +80,7 @@ class Loader:
     """Read pages in the order of their urgency.
 
     Attributes:
-        in_flight: number of pages that were requested and that `arrived` has not returned yet.
+        in_flight: number of requested pages that neither `arrived` nor `wait` has returned yet.
         host_bytes: size of the threads' buffers in host memory.
     """
 
@@ -186,10 +186,10 @@ class PythonReader:
     """Read pages in Python threads; equivalent to `Reader` in `page_reader.cpp`.
 
     Args:
-        table: (pages, 4), for each page its file, offset, length and checksum.
+        table: (pages, 4), for each page its file descriptor, offset and length in bytes, and checksum.
 
     Attributes:
-        errors: the error of each page that was not copied, by page.
+        errors: the error of each page that was not copied into its slot, by page number.
     """
 
     def __init__(self, table: Ints, staged: Tensor, words: Tensor, threads: int) -> None:
@@ -218,18 +218,19 @@ class PythonReader:
             self._changed.notify_all()
 
     def arrived(self) -> Ints:
-        """Return the available results: rows of RESULT_COLUMNS."""
+        """Return the available results without waiting: for each page whose read has ended, a row of RESULT_COLUMNS
+        numbers."""
         return self.take(0)
 
     def take(self, least: int) -> Ints:
-        """Wait for at least `least` results, and return them."""
+        """Wait until at least `least` results are available, and return all available results."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._done) >= least)
             found, self._done = self._done, []
         return np.array(found, np.int64).reshape(-1, RESULT_COLUMNS)
 
     def close(self) -> None:
-        """End the threads after their current page. A forked process has no threads to end."""
+        """End the threads after their current page. Do nothing in a forked process, which has none of the threads."""
         if self._process != os.getpid():
             return
         with self._changed:

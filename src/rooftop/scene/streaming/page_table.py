@@ -21,8 +21,8 @@ class PageTable:
     """The positions of a pool's pages, in device memory.
 
     Attributes:
-        page_at: (pages,) int64, the start of each page, or -1.
-        refused: (1,) int32, number of an invalid page plus one, or 0.
+        page_at: (pages,) int64, the index of each page's first word in `Pool.words`; -1 if the page is not resident.
+        refused: (1,) int32, the highest number of an invalid page, plus one; 0 if no page was invalid.
     """
 
     def __init__(self, pages: int, words: torch.Tensor) -> None:
@@ -36,7 +36,7 @@ class PageTable:
         self._launches = Launches(device)
 
     def tell(self, pages: Ints, write: Callable[[Ints, Ints], None]) -> None:
-        """Set the positions of pages. An invalid page stays absent. Earlier frames must have ended.
+        """Set the positions of pages. A page with invalid contents stays absent. Earlier frames must have ended.
 
         Args:
             pages: may contain a page twice.

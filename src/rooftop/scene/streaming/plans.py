@@ -32,8 +32,8 @@ class Use:
     """How frames used pages.
 
     Attributes:
-        pixels: (pages,) `pixels` in the last frame; 0 for pages that the frame did not want.
-        ages: (pages,) age of each page, in frames.
+        pixels: (pages,) `pixels` of each page (defined above) in the last frame; 0 if the frame did not want the page.
+        ages: (pages,) age of each page (defined above), in frames.
     """
 
     pixels: Floats
@@ -72,7 +72,7 @@ class Planner:
 
         Args:
             pages, pixels: wanted pages and their `pixels`, the most wanted first.
-            most: maximum number of pages to read.
+            most: maximum number of pages to read, including the pages that the wanted pages need.
             use: returns how pages were used; it is called only if a slot must be freed.
             urgent: whether the plan may evict pages that the frame wants, but wants less than the new pages.
         """
@@ -185,7 +185,8 @@ class _Victims:
 
 
 def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
-    """Plan to read all absent pages of a target that fits into the slots. No page may be loading.
+    """Plan to read all absent and lost pages of a target that fits into the slots. If the plan must evict pages, no
+    page may be loading, since a loading page cannot be evicted.
 
     Args:
         target: (pages,) mask of the pages that must be resident, including all pages that they need and all root pages.
@@ -197,7 +198,8 @@ def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
 
 
 def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> Ints:
-    """Evict `count` pages that are not in a target, the oldest first; pages that other pages need come last."""
+    """Evict `count` pages that are not in a target, or as many as there are. Of the pages that no held page needs, the
+    oldest are evicted first. Pages that only these pages needed follow."""
     given_up = [NO_PAGES]
     while count > 0:
         pages = slots.candidates()

@@ -36,7 +36,7 @@ class Pool:
         slots: which page is in which slot.
         loader: the threads that read pages.
         words: (slots * SLOT_WORDS + 2,) int32, the array of `buffers.Resident`.
-        page_at: (pages,) int64, the start of each page, or -1.
+        page_at: (pages,) int64, the index of each page's first word in `words`; -1 if the page is not resident.
         requests: the page requests of the culling kernels.
         is_new: whether some root pages may still be absent.
     """
@@ -78,8 +78,9 @@ class Pool:
         self._tell()
 
     def ask(self, answer: Answer, urgent: bool = True) -> None:
-        """Start to load the missing pages, as many as there is room for. `urgent` says whether a displayed frame lacked
-        these pages."""
+        """Start to load missing pages, the most wanted first, until MOST_OF_A_FRAME or MOST_IN_FLIGHT is reached or no
+        slot can be freed. `urgent` says whether a displayed frame lacked these pages. If not, they are read after
+        urgent pages, and no page that the frame wants is evicted for them."""
         most = min(MOST_OF_A_FRAME, min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight)
         # consider only this many pages, which suffices even if half of them are in flight
         first = slice(2 * MOST_IN_FLIGHT)
@@ -87,7 +88,8 @@ class Pool:
         failures: list[BaseException] = []
 
         def use() -> Use:
-            """How pages were used. After an error, no page may be evicted, so that the plan made so far is valid."""
+            """How pages were used. If reading this fails, the result says that every page is wanted. Then the planner
+            evicts no more pages, and its plan so far is carried out."""
             try:
                 return self.requests.use()
             except BaseException as error:
@@ -100,8 +102,8 @@ class Pool:
             raise failures[0]
 
     def target(self, first: bool = False) -> Mask | None:
-        """A mask (pages,) of the pages that the last frame, or its first pass, wanted, and of the pages that these
-        need. None if the pages of this mask do not fit into the pool.
+        """A mask (pages,) of the root pages, the pages that the last frame wanted (with `first`, its first pass), and
+        the pages that these need. None if the pages of this mask do not fit into the pool.
         """
         target = self.graph.roots | self.graph.with_needs(self.requests.use(first).pixels > 0)
         return target if target.sum() <= self.slots.count else None
@@ -115,7 +117,8 @@ class Pool:
         return bool((self.slots.state[target] == RESIDENT).all())
 
     def best_target(self) -> Mask:
-        """A mask (pages,) of the pages to load: the most wanted pages, as many as fit."""
+        """A mask (pages,) of the pages to load: the root pages, and the most wanted pages with the pages that they
+        need, until the next page does not fit."""
         return best_that_fit(self.slots, self.requests.use().pixels)
 
     def load(self, target: Mask, alone: bool = False) -> None:
@@ -138,7 +141,7 @@ class Pool:
         self._tell()
 
     def stats(self, answer: Answer, pixel_error: float) -> StreamingStats:
-        """Statistics of a frame, and of the pages loaded and evicted since the last statistics."""
+        """Statistics of a frame, and of the pages loaded and evicted since the last call of this method."""
         resident = int(np.count_nonzero(self.slots.state == RESIDENT))
         stats = StreamingStats(
             wanted=answer.wanted,

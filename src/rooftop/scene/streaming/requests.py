@@ -1,8 +1,8 @@
-"""The page requests of the culling kernels: how urgently a frame needs each page, and which needed pages are absent.
+"""The page requests of the culling kernels: how much a frame wants each page, and which wanted pages are absent.
 
-The culling kernels write `wanted`. `collect` then updates the ages of all pages, and lists the absent pages. The list
-follows the frame's counters in one tensor. So the host (`answers.py`) reads the list and the counters with one copy,
-when it waits for the frame anyway.
+The culling kernels write `wanted`. `collect` then updates the ages of all pages, and lists the wanted pages that are
+absent. The list follows the frame's counters in one tensor. So the host (`answers.py`) reads the list and the counters
+with one copy, when it waits for the frame anyway.
 """
 
 import warp as wp

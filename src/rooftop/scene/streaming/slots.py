@@ -31,7 +31,7 @@ class Slots:
         slot_of: (pages,) int32, the slot of each page; -1 if the page is not held.
         dependents: (pages,) int32, for each page, the number of held pages that need this page directly.
         page_in: (slots,) int64, the page in each slot, or -1.
-        arrived: the pages that have arrived, in any order.
+        arrived: the pages in the state ARRIVED, in any order.
         free_slots: (slots,) int64, of which the first `free` are free; the last of these is taken first.
     """
 
@@ -55,8 +55,8 @@ class Slots:
         return self.page_in[self.page_in >= 0]
 
     def lacking(self, page: int) -> list[int]:
-        """The pages to read for a page: the page itself and the pages that it needs, if absent or lost; coarser pages
-        first."""
+        """The pages that must be read so that a page can become resident: of the page itself and the pages that it
+        needs, directly or indirectly, those that are absent or lost; coarser pages first."""
         if self.state[page] == ABSENT and (self.state[self.graph.needs.of(page)] == RESIDENT).all():
             return [page]  # the usual case, since the pages that it needs were wanted more and loaded earlier
         seen, found, new = {page}, [], [page]
@@ -72,8 +72,9 @@ class Slots:
         return sorted(found)
 
     def take(self, pages: Ints) -> Ints:
-        """Take a free slot for each of these absent pages, and return the slots. A page must come after the pages that
-        it needs, unless these have slots already. A lost page keeps its own slot."""
+        """Take a free slot for each of these pages that is absent, and return the slots of all these pages. The others
+        must be lost; a lost page keeps its slot. A page must come after the pages that it needs, unless these have
+        slots already."""
         state = self.state[pages]
         absent = pages[state == ABSENT]
         assert len(absent) + np.count_nonzero(state == LOST) == len(pages)

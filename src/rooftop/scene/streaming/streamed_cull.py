@@ -1,9 +1,9 @@
-"""The last step of `level_cull.py`, for scenes whose pages may be absent. `cull_groups<true>` does the same in CUDA
-C++.
+"""The variant of `cull_clusters`, the last step of `level_cull.py`, for scenes whose pages may be absent.
+`cull_groups<true>` does the same in CUDA C++.
 
 A cluster is drawn if it is fine enough, or if the page of the finer clusters that it replaces is absent. Every group
-that would be drawn requests its page, present or absent, with the error in pixels of its coarser replacement. So a
-frame's requests do not depend on the resident pages.
+that would be drawn if all pages were resident requests its page, present or absent, with the error in pixels of the
+group's coarser replacement. So a frame's requests do not depend on the resident pages.
 """
 
 import warp as wp
@@ -40,7 +40,7 @@ def ask_for(
     slot: wp.int32,
     page: wp.int32,
 ):
-    """Request the page of a group, given as a child of the tree."""
+    """Request `page`, the page of the group that is child `slot` of the tree node in `row`."""
     sphere = three(resident.nodes, row, slot, CHILD_SPHERE)
     radius = real(resident.nodes[row, slot, CHILD_SPHERE + 3])
     error = real(resident.nodes[row, slot, CHILD_ERROR])

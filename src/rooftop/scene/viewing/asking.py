@@ -25,8 +25,8 @@ class Asked:
     Attributes:
         tab: the tab's name. Of two requests of one tab, only the newer counts.
         view: the view; None is the home view.
-        move: how the view moves before it is drawn.
-        framed: whether the whole scene must be in the picture.
+        move: moves to apply to the view before it is drawn: the parameters of each move, by its name in `MOVES`.
+        framed: whether to move the view so that the whole scene is in the picture.
         size: width and height in pixels.
         window: the size for which home and framed views are computed. `window` differs from `size` if the page requests
             a smaller picture while the camera moves.

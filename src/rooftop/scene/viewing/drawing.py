@@ -73,8 +73,8 @@ class Drawing:
     """Draws a scene for browser tabs. Any thread may request pictures.
 
     Args:
-        world: the scene, which the caller must not change while this object exists. With `shadows`, the first light of
-            the scene follows the page's requests.
+        world: the scene, which the caller must not change while this object exists. With `shadows`, this
+            object adds a light to the scene, whose direction follows the page's requests.
         device: as in `Renderer`.
         pixel_error: as in `Renderer`; a page may request another value.
         up, fov_y_degrees: up direction and vertical field of view of the home view.

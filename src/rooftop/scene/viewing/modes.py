@@ -25,8 +25,8 @@ class Mode:
         meaning: one sentence that explains the mode on the page.
         outputs: the renderer's outputs that the mode needs.
         needs: the entry of a geometry file's metadata that says whether a mesh supports the mode; "" if all meshes do.
-        numbers: a function that returns values (H, W[, C]), which are coloured like the output with the mode's name.
-            None uses that output itself.
+        numbers: a function that returns the values (H, W[, C]) to show in colours. None: the values are the output with
+            the mode's name.
     """
 
     label: str

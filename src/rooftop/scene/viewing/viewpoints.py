@@ -52,7 +52,7 @@ class Viewpoint:
         """Make the view from the front, the right and a little above, with the whole scene in the picture.
 
         Args:
-            points: (N, 3), the scene's outline.
+            points: (N, 3), points that outline the scene, in the world (`framing.outline`).
             size: width and height of the picture, in pixels.
         """
         middle = (points.min(0) + points.max(0)) / 2
@@ -74,7 +74,8 @@ class Viewpoint:
                 size.
 
         Raises:
-            ValueError: the view is along `up`, or a number is too large.
+            ValueError: the eye is at the target, the view is along `up`, or a coordinate, the angle or the size is out
+                of range.
         """
         near = min(NEAR * scene_size, NEAR_OF_DISTANCE * self.distance)
         return Camera.look_at(self.eye, self.target, self.up, self.fov_y_degrees, *size, near=near)
@@ -114,7 +115,8 @@ class Viewpoint:
         return replace(self, eye=_vector(self.target + distance / self.distance * offset))
 
     def flown(self, right: float, up: float, forward: float) -> Viewpoint:
-        """Move through the scene, in world units: along the view, sideways, and along `up`."""
+        """Move through the scene by these distances in world units: `right` sideways, `up` along the up direction, and
+        `forward` along the view."""
         across, _, ahead = self._axes()
         return self._shifted(right * across + up * around(self.up)[2] + forward * ahead)
 

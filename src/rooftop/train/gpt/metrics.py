@@ -24,7 +24,8 @@ def kept_lines(path: Path, step: int) -> list[str]:
     """Read the lines of steps 1 to `step`, one per step; if a step ran twice, the last line counts.
 
     Raises:
-        InputError: the file has lines other than metrics of steps, and these lines must not be removed.
+        InputError: a line (other than a partial last line) is not the metrics of a step. Such a file is not a metrics
+            file, so its lines must not be removed.
     """
     if not path.is_file():
         return []
@@ -70,7 +71,8 @@ def metrics_file(path: Path, after: int | None = None) -> Iterator[TextIO]:
 
 
 def add_lines(file: TextIO, reports: Iterable[StepReport]) -> None:
-    """Append the reports as lines to the file. Call this before the next checkpoint is saved.
+    """Append the reports as lines to the file. Call this before the next checkpoint is saved, so that a resumed
+    training finds the lines of all steps up to its checkpoint.
 
     Raises:
         OSError: the lines cannot be written; the message names the file.
