@@ -66,7 +66,7 @@ def load_images(paths: Sequence[str | os.PathLike[str]], preprocessing: Preproce
 def prepared(
     paths: Sequence[Path], prepare: Callable[[Image.Image], Prepared], ahead: int | None = None, on_error: str = "raise"
 ) -> Iterator[tuple[int, Prepared]]:
-    """Call `prepare` for each photograph in threads; yields (index of the path, result).
+    """Call `prepare` for each photograph in threads; yields (index of the path, result), in the order of the paths.
 
     The threads run while the caller does other work.
 
@@ -125,7 +125,9 @@ def cropped(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> Imag
 
 
 def cropping(width: int, height: int, preprocessing: Preprocessing = IMAGENET) -> Resize:
-    """The resize and the crop of a photograph of this size. Pixels beyond its edges become black."""
+    """The resize and the crop of a photograph of this size. Where the crop extends beyond the resized photograph,
+    pixels are black.
+    """
     short, resize, crop = min(width, height), preprocessing.resize, preprocessing.crop
     size = resize * width // short, resize * height // short
     left, top = (round((side - crop) / 2) for side in size)
@@ -135,7 +137,7 @@ def cropping(width: int, height: int, preprocessing: Preprocessing = IMAGENET) -
 def normalized_pixels(pixels: Tensor, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
     """Normalize (..., H, W, 3) uint8 to (..., 3, H, W) float32 on the pixels' device.
 
-    The result is bit-identical to the result of `normalized`.
+    For the pixels of an image, the result is bit-identical to that of `normalized`.
 
     The result is channels last in memory, like the pixels.
     """
@@ -143,7 +145,9 @@ def normalized_pixels(pixels: Tensor, mean: Sequence[float] = MEAN, std: Sequenc
 
 
 def normalization(mean: Sequence[float], std: Sequence[float], device: torch.device) -> Tensor:
-    """The constants of `normalized_by`, (3, 3). For a GPU, the host waits for all earlier work on the GPU."""
+    """The constants of `normalized_by`: (3, 3), the rows 255, mean and std, with a column per channel. For a GPU, the
+    host waits for all earlier work on the GPU.
+    """
     # a tensor: instead of dividing by a Python number, PyTorch multiplies by its rounded inverse
     return torch.tensor([[255.0] * 3, list(mean), list(std)], device=device)
 

@@ -15,8 +15,8 @@ def copy_sharing_tensors(model: nn.Module, name: str, unregistered: bool = False
 
     Args:
         name: name of the public function, for error messages.
-        unregistered: also share all unregistered tensors: plain attributes, and tensors of modules that are not in
-            `_modules`.
+        unregistered: also share the tensors that PyTorch does not register: tensors in plain attributes, and all
+            tensors of modules that are not in `_modules`.
 
     Raises:
         TypeError: an object in the model cannot be copied, or the copy has its own tensors, or the copy shares modules

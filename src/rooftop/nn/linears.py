@@ -34,7 +34,10 @@ class LinearAct(torch.nn.Linear):
         self.activation = activation
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Map input (..., in_features) to (..., out_features), then add the residual, which has the result's shape."""
+        """Compute activation(linear(input)) + residual.
+
+        The input is (..., in_features); the residual and the result are (..., out_features).
+        """
         return linear_act(input, self.weight, self.bias, self.activation, residual)
 
     def extra_repr(self) -> str:

@@ -54,8 +54,8 @@ def rms_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Ten
 
 def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Return (norm(input + residual), input + residual), for any norm. One kernel computes both results if the norm is
-    a `LayerNorm` or `RMSNorm` of this file, has no hooks, and is not being traced. A trace of torch.fx must record the
-    result of each module.
+    a `LayerNorm` or `RMSNorm` of this file, has no hooks, and is not being traced. In a trace of torch.fx, sum and norm
+    stay separate, because the trace must record the result of each module.
 
     Args:
         input, residual: tensors of the same shape. The sum has the dtype to which PyTorch promotes both dtypes.

@@ -31,7 +31,7 @@ CLOSE = 2e-5
 
 
 class RmsNorm(NamedTuple):
-    """The parameters of the norm.
+    """The parameters of a recognized RMS norm, besides its weight.
 
     Attributes:
         eps: added to the mean square.

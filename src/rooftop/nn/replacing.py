@@ -65,8 +65,8 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
 
     Only the class of a module changes. Parameters (including shared ones), their names, dtypes and devices, hooks, the
     training flag, and optimizers of the parameters stay the same. Call `replace` before `torch.compile`. Second
-    derivatives and the transforms of `torch.func` work as before, with PyTorch's own operators; only cross entropies on
-    a GPU have no second derivative.
+    derivatives and the transforms of `torch.func` still work, because PyTorch's own operators compute them; only cross
+    entropies on a GPU have no second derivative.
 
     Args:
         model: any module. Modules are replaced if their class is a class of `torch.nn` itself. RMS norms of any library
@@ -77,7 +77,7 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
             timed, which suits models that a CUDA graph replays.
         inputs: inputs of a typical call: a tensor, a tuple of arguments, or a dict of keyword arguments. With inputs,
             each kind is timed in the whole model, in the model's current mode, and is replaced only if this saves time.
-            In training mode, forward and backward are timed. Weights, buffers and the random state do not change.
+            In training mode, forward and backward are timed. Timing changes no weights, buffers or random state.
 
     Returns:
         A `Replacement`, which prints one line per module.

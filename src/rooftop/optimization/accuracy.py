@@ -40,7 +40,8 @@ class Errors:
 
     Attributes:
         count: number of finite elements.
-        worst, rounding: the change's error at its worst element, and the size of one rounding of the true value there.
+        worst, rounding: the change's error at one element, and the size of one rounding of the true value there. It is
+            the element where the error exceeds the rounding most.
         largest, plain: the largest error of the change, and of the original.
         squares, plain_squares, rounding_squares: sums of the squared errors of the change, of the original, and of one
             rounding.
@@ -64,7 +65,8 @@ class Errors:
             truth: the float64 model's result.
 
         Raises:
-            RefusedError: NaN or infinities are at other positions than in the original's result.
+            RefusedError: the change's result has a NaN or an infinity where the original's result has none, or lacks
+                one that both the original's and the float64 model's result have.
         """
         kind = torch.finfo(got.dtype)
         got, eager, truth = got.double(), eager.double(), truth.to(got.device).double()
@@ -113,7 +115,7 @@ class Errors:
         """The error as a multiple of the allowed error.
 
         Args:
-            usual: a lower bound of the original's error.
+            usual: counts as the original's error if the original's error is smaller.
         """
         if not self.count:
             return 0.0
@@ -142,12 +144,14 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
     Args:
         got, eager: results of the change and of the original.
         truth: the float64 model's result.
-        usual: a lower bound of the original's error. It is the original's error on the given inputs or in TF32, or the
-            change of the result if the inputs are rounded.
+        usual: counts as the original's error if the original's error is smaller. `gate.py` passes the original's error
+            on the given inputs (for a doubtful result, on all compared inputs). If the result is then too inaccurate,
+            it passes the largest of three: this error, the original's error in TF32, and the change of the float64
+            result if the inputs of a special draw change by a few roundings.
 
     Raises:
         InaccurateError: the error is larger than allowed.
-        RefusedError: NaN or infinities are at other positions than in the original's result.
+        RefusedError: NaN or infinities differ; see `Errors.of`.
     """
     errors = Errors.of(name, got, eager, truth, what)
     share = errors.share(usual)

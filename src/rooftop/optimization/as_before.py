@@ -1,4 +1,4 @@
-"""Restore the user's model and state bit for bit, whatever rules and models do."""
+"""Restore the user's model and the random state bit for bit, whatever rules and models have changed in them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Was:
 
 
 class Originals:
-    """The original state of the user's model: tensors, gradients, and modes."""
+    """The original state of the user's model: tensors, gradients, and training modes."""
 
     def __init__(self, model: nn.Module) -> None:
         contents = Contents.of(model)

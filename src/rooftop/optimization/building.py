@@ -29,7 +29,7 @@ class Builder:
         gate: creates the gate that compares all candidates with the original; called for the first candidate that is to
             be proven.
         given: arguments of the timed calls.
-        ends: the time by `time.perf_counter` at which a comparison on more inputs must end.
+        ends: when comparisons of doubtful results on more inputs (`doubts.py`) should end, by `time.perf_counter`.
         fresh: draws inputs that no candidate has seen.
         originals: tensors of the model, which no rule may change.
 
@@ -129,8 +129,8 @@ class Builder:
 
     @property
     def gate(self) -> Gate | None:
-        """The gate that compares candidates with the original in its own precision; None if no candidate has been
-        checked yet.
+        """The gate that compares candidates with the original in the original's own precision, i.e. without rules that
+        lower the precision; None if no candidate has been checked yet.
         """
         return self._gates.get(())
 

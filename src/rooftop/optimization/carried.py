@@ -4,8 +4,9 @@
     self.attention = weights.detach()       # a tensor that is not a buffer
     self.mean = 0.9 * self.mean + ...       # a buffer that is replaced, not changed in place
 
-With such state, results of the faster module could depend on the number of trials, and readers of the original would
-find old values. A value that only the first call computes, such as a mask of the inputs' size, is not state.
+The calls of the faster module would change only this copy. Its results could then depend on how often it has run in
+trials, and code that reads the state from the original model would find old values. A value that only the first call
+computes, such as a mask of the inputs' size, is not state.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
     """Run a copy of a model on drawn inputs, and check that nothing except buffers changes from call to call.
 
     Args:
-        drawn: the given inputs, then other inputs, which the model may refuse.
+        drawn: the given inputs, then other inputs. The model may refuse the other inputs.
 
     Raises:
         TypeError: the model cannot be copied.

@@ -59,8 +59,8 @@ class Deadline:
     def end(self) -> None:
         """End the deadline, so that nothing is raised from now on.
 
-        If the exception is already scheduled, wait for it: if it were withdrawn, CPython 3.11 would loop forever under
-        a profiler.
+        If a `StoppedError` is already scheduled, wait until it is raised, and drop it: if it were withdrawn before,
+        CPython 3.11 would loop forever under a profiler.
         """
         while not self._over.is_set():
             try:

@@ -1,4 +1,5 @@
-"""Compare doubtful results on more inputs. A result is doubtful if its error is somewhat larger than allowed.
+"""Compare doubtful results on more inputs. A result is doubtful if its error is larger than allowed, but not
+hopeless (`is_hopeless`).
 
 A gradient with a few elements is a small sample of errors. Among the gradients of a hundred layers, some have twice the
 original's error by chance. Summed over more inputs, only the errors of a result that really is less accurate stay twice
@@ -44,18 +45,19 @@ def is_hopeless(error: InaccurateError) -> bool:
 
 
 def may_be_luck(error: InaccurateError, dtype: torch.dtype) -> bool:
-    """Whether bad luck alone may make a result too inaccurate, if all values of the inputs are equal. All elements of
-    the result then have the same rounding error, which the original may avoid by luck. Such a result is compared on the
-    given inputs instead.
+    """Whether bad luck alone may explain an error on inputs whose values are all equal.
+
+    For such inputs, all elements of the result may have the same rounding error, which the original may avoid by luck.
+    So the result is compared on inputs that resemble the given inputs instead.
     """
     return torch.finfo(dtype).bits >= 32 or error.share <= LUCK_IN_HALF
 
 
 class Doubts:
-    """Errors of doubtful results, summed over inputs.
+    """Errors of doubtful results, summed over inputs. The first input is the input that all other inputs resemble.
 
     Args:
-        errors: the error of each result on the first input, by the result's name.
+        errors: for each doubtful result, by name, the error that made it doubtful.
         in_tensor_floats: the original's error in TF32 on the first input; 0 if no operator may use TF32.
         usual: the original's largest error on the given inputs.
         truth: the float64 model's results on the first input.
@@ -89,8 +91,9 @@ class Doubts:
             what: a description of the input.
 
         Raises:
-            InaccurateError: a result cannot be compared on this input.
-            RefusedError: NaN or infinities are at other positions than in the original's result.
+            InaccurateError: the float64 model does not run, or a result is missing or has another shape than the
+                original's. The error is the one that made the result doubtful.
+            RefusedError: NaN or infinities differ; see `Errors.of`.
         """
         for name, error in self._errors.items():
             if truth is None or name not in got or got[name].shape != eager[name].shape:
@@ -111,7 +114,7 @@ class Doubts:
         return count < MORE_DRAWS or (count < MOST_DRAWS and (count % MORE_DRAWS > 0 or self._worst()[0] > 1))
 
     def judge(self, what: str) -> float:
-        """The largest error, as a fraction of the allowed error.
+        """The largest error of the results over all inputs so far, as a multiple of the allowed error.
 
         Raises:
             InaccurateError: the largest error is above 1.
@@ -130,15 +133,18 @@ class MoreInputs:
 
     Args:
         known_of: returns the original's results for a draw.
-        more: draws other values for given arguments; None: other values cannot be drawn.
+        more: returns a draw of other values for the arguments that it gets; None: other values cannot be drawn.
     """
 
     def __init__(self, known_of: Callable[[Draw], Known], more: Callable[[Arguments], Draw] | None) -> None:
         self._known_of, self._more = known_of, more
 
     def near(self, known: Known, doubtful: Collection[str]) -> Known | None:
-        """The original's results for inputs that differ from a draw's inputs by a few roundings. None if a doubtful
-        result is identical for these inputs, or if the draw is special and a doubtful result has another size.
+        """The original's results for inputs that differ from a draw's inputs by a few roundings.
+
+        None if these inputs do not serve for a comparison: the original or the float64 model does not run on them, or a
+        doubtful result is missing, has another shape or is identical to the draw's; or the draw is special and a
+        doubtful result has another size (root mean square).
         """
         other = self._neighbour(known.draw, 0)
         if other is None or other.truth is None or known.truth is None:
@@ -176,7 +182,7 @@ class MoreInputs:
 
 
 def have_one_size(one: Tensor, other: Tensor) -> bool:
-    """Whether two results in float64 have almost the same size."""
+    """Whether two results in float64 have almost the same size (root mean square)."""
     return 1 / SAME_SIZE < size(one) / size(other) < SAME_SIZE
 
 

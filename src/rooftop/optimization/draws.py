@@ -104,10 +104,12 @@ def _floats(change: Change) -> Change:
 
 
 def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int] | None = None) -> Tensor:
-    """A tensor with values drawn from those of `tensor`; integers and booleans are permuted.
+    """A tensor with values drawn from those of `tensor`; integers and booleans are permuted if their number stays the
+    same.
 
-    For a constant tensor, values are drawn between 0 and the constant; if a floating-point constant is 0, between 0 and
-    1. Sparse tensors stay unchanged.
+    If all values of the tensor are equal, floating-point values are drawn between 0 and this constant, or between 0 and
+    1 if it is 0; integers between 0 and the constant, if it is above 0; and booleans from both values. Sparse tensors
+    stay unchanged.
     """
     if tensor.layout != torch.strided:
         return tensor

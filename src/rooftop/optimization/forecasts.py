@@ -33,7 +33,7 @@ LAUNCHES = 200
 
 def quick_ceilings(device: torch.device) -> Ceilings:
     """Quickly measured limits of a device: memory bandwidths, the time of the shortest kernel, and the time of a
-    launch. These ceilings do not limit arithmetic.
+    launch. Their flops are infinite: arithmetic is not measured.
     """
     points = []
     for size in SIZES:
@@ -64,7 +64,7 @@ def quick_ceilings(device: torch.device) -> Ceilings:
 
 
 def fusable_of(run: Callable[[], object], device: torch.device, ceilings: Ceilings) -> Fusable:
-    """The fusions that a compiler could make in a run of forward and backward."""
+    """The fusions that a compiler could make in one call of `run`, which runs forward or forward and backward."""
     clock = OperatorClock(device)
     with CountingMode(_place, clock.at) as counted:
         run()

@@ -73,10 +73,10 @@ class PagedCache:
         return -(-positions // self.page)
 
     def take(self, positions: int) -> list[int]:
-        """Take free pages for a new sequence; returns them in order.
+        """Take free pages for a new sequence; returns their numbers, in the order of the sequence's positions.
 
         Raises:
-            ValueError: there are not enough pages.
+            ValueError: there are fewer free pages than the positions need.
         """
         needed = self.pages_for(positions)
         if needed > self.free:
@@ -106,8 +106,8 @@ class PagedCache:
         """Create the layers' cache for the prefill of prompts.
 
         Args:
-            table: (B, W), the pages of each prompt.
-            lengths: (B,), the lengths of the prompts.
+            table: (B, W), the numbers of each prompt's pages.
+            lengths: (B,), the number of positions of each prompt, without padding.
             positions: number of positions to which the prompts are padded.
         """
         return FirstPositions(self, table, lengths, positions)
@@ -118,16 +118,18 @@ class PagedCache:
         """The layers' cache for one new token of each sequence.
 
         Args:
-            table: (B, W), the pages of each sequence.
+            table: (B, W), the numbers of each sequence's pages.
             positions: (B,), positions of the new tokens; -1: the row has no sequence, and attention returns 0.
-            count: total number of positions of all sequences, if the host knows it: see
-                `rooftop.kernels.paged_attention`.
-            windowed: the total number of positions in layers with a window.
+            count: number of positions that a layer without a window attends to, summed over the sequences; None: the
+                host does not know it. `rooftop.kernels.paged_attention` explains its use.
+            windowed: as `count`, for a layer with a window.
         """
         return NextPosition(self, table, positions, count, windowed)
 
     def write(self, layer: int, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write keys and values (B, H_k, S, D) to their pages at positions (B, S); without autograd."""
+        """Write keys and values (B, H_k, S, D) to the pages (B, S), at the positions `slots` (B, S) within the pages;
+        without autograd.
+        """
         for stored, new in ((self.keys, key), (self.values, value)):
             stored[layer][pages, :, slots] = new.transpose(1, 2)  # (B, S, H_k, D): indexed dimensions come first
 

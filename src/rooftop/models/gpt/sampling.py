@@ -6,8 +6,8 @@ rare cases: the last bits of the logits may depend on both, and a random number 
 tokens may then choose either token.
 
 Tensor parallel ranks share the vocabulary and choose the same token. For a greedy choice, each rank finds the best of
-its own tokens, and the ranks exchange two numbers per sequence. For a random choice, the ranks gather the logits of one
-position.
+its own tokens, and the ranks exchange that token and its logit for each sequence. For a random choice, the ranks gather
+the logits of all tokens for each sequence.
 
 Fan et al. 2018, "Hierarchical Neural Story Generation" (top-k); Holtzman et al. 2020, "The Curious Case of Neural Text
 Degeneration" (top-p). As in transformers, the temperature is applied first, then top-k, then top-p to the remaining

@@ -61,9 +61,10 @@ def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], leng
     """Divide the layers among stages, so that the slowest rank takes the least time.
 
     The cost model measures time in flops of matrix products. A flop of attention counts more than one flop, because
-    attention kernels are slower than matrix products. Bytes of norms, activations and sums count as the flops that take
-    the same time. The embedding is a lookup; its bytes are counted in the same way. On an H100 the head of llama-1b
-    takes as long as 0.85 layers with 4,096 tokens; the cost model's estimate is 0.86.
+    attention kernels are slower than matrix products. Norms, residual sums, rotations and activations take the time of
+    their memory traffic: each byte counts as the flops that take the same time. The embedding is a lookup; its bytes
+    are counted in the same way. On an H100, with 4,096 tokens, the head of llama-1b takes as long as 0.85 layers; the
+    cost model's estimate is 0.86.
 
     Args:
         config: config of the whole model.
@@ -117,7 +118,7 @@ def divided(
         return sums[end] - sums[start] + (first if part == 0 else 0) + (last if part == parts - 1 else 0)
 
     def measured(ends: Sequence[int]) -> tuple[float, float, float]:
-        """Return the cost of the most expensive rank and of the most expensive part, and the sum of squared costs."""
+        """Return the highest cost of a rank, the highest cost of a part, and the sum of all squared costs of both."""
         of_parts = [cost(part, *span) for part, span in enumerate(pairwise([0, *ends]))]
         of_ranks = [sum(of_parts[part] for part in held) for held in placement]
         return max(of_ranks), max(of_parts), sum(each * each for each in (*of_ranks, *of_parts))

@@ -165,7 +165,7 @@ class GptConfig:
 
     @property
     def has_qkv_biases(self) -> bool:
-        """Whether queries, keys and values have biases."""
+        """Whether the linear layers of queries, keys and values have biases."""
         return self.biases if self.qkv_biases is None else self.qkv_biases
 
     @property

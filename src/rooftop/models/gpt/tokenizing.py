@@ -70,9 +70,9 @@ class FileTokenizer:
 
 
 def stop_tokens(folder: Path) -> list[int]:
-    """Read the tokens that end a text from the folder's generation_config.json, or from its config.json.
+    """Read the tokens that end a text, from the folder's generation_config.json or, if that names none, config.json.
 
-    The result is empty if neither file names any.
+    The result is empty if neither file names such a token.
 
     Raises:
         InputError: a file cannot be read, or `eos_token_id` is invalid.

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str, Tensor]:
     """Convert the state dict of a Hugging Face model, such as GPT2LMHeadModel, to the state dict of a `Gpt`.
 
-    Gradients by parameter name can be converted too, because they are packed and transposed like the weights.
+    Gradients under Hugging Face's keys can be converted too: they are packed and transposed like the weights.
 
     Args:
         tensors: tensors by Hugging Face's keys; the prefix of a model with a head may be missing. A tied weight may
@@ -301,8 +301,8 @@ def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> 
     """Write a whole model in Hugging Face's format: config.json, and one safetensors file, or several with an index.
 
     The folder gets its name once all files are written. In addition to the model, at most one file's tensors are in
-    memory. If a model is split among ranks, as by `parallel_gpt`, all tensor parallel ranks of one group must call
-    this. The first rank writes, and all other ranks return when the folder is complete.
+    memory. If a model is split among ranks, as by `parallel_gpt`, all ranks of one tensor parallel group must call
+    this. The first rank of the group writes, and its other ranks return when the folder is complete.
 
     Args:
         model: the model, on any device.

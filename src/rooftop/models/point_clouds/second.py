@@ -62,7 +62,7 @@ class SecondBackbone(nn.Module):
     def stages(self, x: SparseConvTensor) -> tuple[SparseConvTensor, ...]:
         """Compute the voxels after each stage (16, 32, 64 and 64 channels) and after the last convolution (128).
 
-        Some detectors also use the voxels of stages before the last convolution.
+        Some detectors also use the voxels of the four stages.
         """
         x = self.conv_input(x)
         found = []

@@ -137,13 +137,16 @@ def _initialize(model: nn.Module) -> None:
 
 @register
 def hybrid_t(*, weights: str | Path | None = None, **options: Any) -> Hybrid:
-    """A hybrid about as large as ResNet-18."""
+    """A hybrid with about as many parameters as ResNet-18: 12,912,376 parameters."""
     return _built("hybrid_t", weights, {"channels": 64, "depths": (2, 2, 6, 2), "num_heads": (8, 16), **options})
 
 
 @register
 def hybrid_s(*, weights: str | Path | None = None, **options: Any) -> Hybrid:
-    """A hybrid about as large as ResNet-50 and Swin-T. The last two stages are the same as in Swin-T."""
+    """A hybrid with about as many parameters as ResNet-50 and Swin-T: 30,115,840 parameters.
+
+    The last two stages are the same as in Swin-T.
+    """
     return _built("hybrid_s", weights, {"channels": 96, "depths": (3, 4, 6, 2), "num_heads": (12, 24), **options})
 
 

@@ -4,7 +4,8 @@ He et al. 2015, "Deep Residual Learning for Image Recognition". The stride of a 
 ("v1.5", Goyal et al. 2017). ResNeXt (Xie et al. 2016) adds groups; Wide ResNet (Zagoruyko and Komodakis 2016) widens
 the 3x3 convolution.
 
-A block computes relu(f(x) + shortcut(x)); the shortcut is the identity unless shape or stride changes.
+A block computes relu(f(x) + shortcut(x)); the shortcut is the identity unless the block has a stride above 1 or
+changes the number of channels.
 
     model = resnet50(weights="IMAGENET1K_V2").eval()
 
@@ -43,7 +44,9 @@ class Variant:
     """Settings that all blocks of one network share.
 
     Attributes:
-        groups, base_width: groups and width of the bottleneck's 3x3 convolution (ResNeXt, Wide ResNet).
+        groups: number of groups of the bottleneck's 3x3 convolution (ResNeXt).
+        base_width: channels of a group of this convolution in a block with 64 planes (ResNeXt, Wide ResNet). With more
+            planes, the channels grow in proportion.
         norm: creates a norm from a number of channels.
     """
 
@@ -64,7 +67,7 @@ class Block(nn.Module):
 
     @property
     def last_norm(self) -> nn.Module:
-        """The norm at the end of f; if its weights are zero, the block is the identity."""
+        """The norm at the end of f; if its weights and biases are zero, f(x) is zero."""
         raise NotImplementedError
 
     def residual(self, x: Tensor) -> Tensor:
@@ -140,7 +143,9 @@ class Bottleneck(Block):
 
 
 def projection(channels: int, out: int, stride: int, norm: Norm) -> nn.Module | None:
-    """The shortcut of a block: a 1x1 convolution if the block changes shape or stride, or None for the identity."""
+    """The shortcut of a block: a 1x1 convolution if the block has a stride above 1 or changes the number of channels;
+    None for the identity.
+    """
     if stride == 1 and channels == out:
         return None
     return nn.Sequential(conv1x1(channels, out, stride), norm(out))
@@ -153,8 +158,10 @@ class ResNet(nn.Module):
         block: BasicBlock or Bottleneck.
         layers: blocks in each of the four stages.
         num_classes: number of output logits.
-        zero_init_residual: initialize each block to the identity (the last norm's weight is 0).
-        groups, width_per_group: groups and width of the bottleneck's 3x3 convolution (ResNeXt, Wide ResNet).
+        zero_init_residual: initialize each block so that f(x) is zero (the last norm's weight is 0).
+        groups: number of groups of the bottleneck's 3x3 convolution (ResNeXt).
+        width_per_group: channels of a group of this convolution in the first stage, if it has 64 planes (ResNeXt, Wide
+            ResNet). In stages with more planes, the channels grow in proportion.
         replace_stride_with_dilation: for stages 2, 3 and 4, whether the stage has dilation instead of a stride.
         norm_layer: makes a norm from a number of channels.
         small_images: use a 3x3 stem that keeps the size, for images of about 64 pixels or less.

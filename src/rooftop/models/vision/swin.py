@@ -103,7 +103,7 @@ class PatchMerging(nn.Module):
 
     @staticmethod
     def normalized(channels: int) -> int:
-        """The number of features that the norm normalizes."""
+        """The number of features that the norm gets: 4 * C, because the norm comes before the linear reduction."""
         return 4 * channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class SwinBlock(nn.Module):
         dropout: dropout probability after attention and MLP.
         stochastic_depth_prob: probability that an image skips attention or MLP.
         norm: creates a norm from a number of channels.
-        attention_dropout: dropout probability of the attention.
+        attention_dropout: dropout probability of the attention weights in training.
     """
 
     attention: type[ShiftedWindowAttention] = ShiftedWindowAttention

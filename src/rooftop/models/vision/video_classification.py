@@ -1,4 +1,4 @@
-"""Classify a video: find the most probable classes of its frames with an image model, second by second.
+"""Classify a video: find the most probable classes of its frames with an image model, at regular intervals.
 
     model, preprocessing = load_classifier("resnet50")
     frames = SampledVideo("walk.mp4", preprocessing, every=0.5)
@@ -43,7 +43,9 @@ class ClassifiedFrame:
 
 
 class SampledVideo:
-    """Frames of a video at regular intervals, prepared as a model's input, each frame once.
+    """Frames of a video at regular intervals, prepared as a model's input.
+
+    A frame that is shown at several of these times is selected only once.
 
     Args:
         path_or_bytes: path or content of a file.

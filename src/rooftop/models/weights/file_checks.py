@@ -26,7 +26,9 @@ with any other suffix, what the file is and what to do.
 
 
 def called(path: Path) -> str:
-    """Return " (it is ...)" if the file's first bytes show that it is something else; "" otherwise."""
+    """Return " (it is ...)" if a file's first bytes show that it has a wrong suffix or is not a file of weights; "" if
+    they do not show this.
+    """
     with path.open("rb") as file:
         begin = file.read(64).lower()
     suffix, header_bytes = path.suffix.lower(), int.from_bytes(begin[:8], "little")

@@ -52,7 +52,15 @@ class TensorFiles:
         return found
 
     def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
-        """Read a range of rows and columns of a tensor, or of its transpose if `transposed` is set, to the CPU."""
+        """Read a part of a tensor to the CPU.
+
+        Args:
+            key: key of the tensor.
+            rows, columns: index ranges (first, end) of the part; `end` is not included. `columns` None: all dimensions
+                after the first are read whole.
+            transposed: whether to return a part of the transpose, with its `rows` and `columns`; ignored if `columns`
+                is None.
+        """
         view = self._file(self._places[key]).get_slice(key)
         if columns is None:
             found: Tensor = view[slice(*rows)]
