@@ -204,7 +204,7 @@ class Steps(NamedTuple):
     Attributes:
         tensors: indices of the operator's arguments that are tensors.
         memory: the allocations, which launches use or the call returns as results.
-        results: the allocation of each result; None for a result that is None.
+        results: for each result, the index of its allocation in `memory`; None for a result that is None.
         kind: the type of the call's result: tuple or list, or Tensor for a single result.
     """
 

@@ -53,7 +53,7 @@ def build() -> None:
     """Compile the C++ module, unless the cache contains it, and load the module.
 
     Raises:
-        RuntimeError: there is no C++ compiler, or the compilation failed.
+        RuntimeError: there is no C++ compiler, the compiler failed, or the cache cannot be written.
     """
     _start(_extension.build())
 

@@ -86,7 +86,7 @@ class Signature(Protocol[Result_co]):
             may omit trailing gradients that are None. `wanted`: which arguments need a gradient. If arguments or
             results are lists of tensors, their gradients are lists of tensors.
         once(): a static method that returns True if the gradients cannot be differentiated again (an error is raised).
-            If `once` returns True, no graph is needed for results that only backward uses.
+            If `once` returns True, autograd need not track results of `run` that only backward uses.
     """
 
     def run(self) -> Result_co: ...
@@ -107,9 +107,9 @@ def declare(
         name: name of the operator.
         signature: a `typing.NamedTuple` class with the methods of `Signature`. The annotations of the class, and the
             return annotation of `run`, determine the schema.
-        mutates: arguments that `run` changes. An operator with `mutates` has no derivative, and Python makes the
-            decisions of each call. The exception is a call that C++ repeats (repeated_calls.py), if nothing else refers
-            to the changed argument.
+        mutates: arguments that `run` changes. An operator with `mutates` has no derivative. Python makes the decisions
+            of each call, except if C++ repeats the call (repeated_calls.py). C++ repeats the call only if nothing else
+            refers to the changed argument.
         slopes: the number of leading results that have gradients; None: all. A list of tensors is one result.
         derivative: `no_second_derivative(...)`, which raises an error, for a backward operator that cannot be
             differentiated.
