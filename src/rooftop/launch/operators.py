@@ -114,9 +114,9 @@ def declare(
         derivative: `no_second_derivative(...)`, which raises an error, for a backward operator that cannot be
             differentiated.
         known: whether all decisions of `run` depend only on shapes, strides, dtypes, alignment, device, and arguments
-            that are not tensors. The decisions are then made once (known_calls.py). If decisions also depend on
-            settings, pass a function from the arguments to a Python value of these settings. "itself": `run` itself
-            caches its decisions.
+            that are not tensors. Calls can then repeat the decisions of an earlier call (known_calls.py). If
+            decisions also depend on settings, pass a function that gets the arguments and returns the values of these
+            settings as one hashable object. "itself": `run` itself caches its decisions.
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
@@ -522,7 +522,8 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """Decompositions of Rooftop's operators into PyTorch's operators, for `ExportedProgram.run_decompositions`.
 
     The resulting program runs without Rooftop and its kernels. If a program contains an operator without a
-    decomposition (tables of sparse convolutions, pages, random numbers, backward), NotImplementedError is raised.
+    decomposition (tables of sparse convolutions, paged attention, random numbers, backward operators),
+    NotImplementedError is raised.
     """
     overloads = {name: getattr(torch.ops.rooftop, name).default for name in _declared}
     without = {each: _refuse_decomposition(name) for name, each in overloads.items() if each not in _decompositions}
