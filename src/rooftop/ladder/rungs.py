@@ -86,7 +86,7 @@ class Entry:
         summary: one line for the help text.
         size: default size on a GPU.
         small: default size if Triton's interpreter runs the kernels.
-        most: the largest size, limited by 16 GB of GPU memory or by 32-bit indices.
+        most: the largest size, limited by 16 GB of GPU memory or by the 32-bit loop indices of Triton kernels.
         what: what the size counts, such as "elements".
         multiple: number of which the size must be a multiple.
     """

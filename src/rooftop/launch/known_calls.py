@@ -72,7 +72,7 @@ def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
 
 def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any] | None = None) -> Callable[..., Any]:
     """Wrap an operator's `run`, so that from the third call with the same facts (shapes, strides, dtypes and so on) on,
-    the decisions of the second call are repeated.
+    the decisions of the second call are repeated if the second call can be replayed.
 
     Args:
         run: the function.
