@@ -39,8 +39,8 @@ def product_persistent(
     a, b, c, n,  # tensor descriptors of (n, n): the tensor memory accelerator, if there is one, copies the tiles
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """As many programs run as there are multiprocessors. Each program computes tile after tile, in groups of rows that
-    fit into L2."""
+    """As many programs run as there are multiprocessors. Each program computes tile after tile. The order of the tiles
+    goes through one group of GROUP rows of tiles after another, so that L2 holds the rows of A that a group needs."""
     across, down = tl.cdiv(n, COLUMNS), tl.cdiv(n, ROWS)
     for tile in tl.range(tl.program_id(0), across * down, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * across)

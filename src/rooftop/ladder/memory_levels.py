@@ -21,9 +21,11 @@ class Level:
         working_set_bytes: size of the memory that the loads read; 0 for registers.
         latency_ns: latency of a load whose address is the result of the previous load. For registers, latency of a
             multiply-add.
-        rate: bytes/s that all cores or multiprocessors load together.
+        rate: bytes/s that all cores or multiprocessors load together. For registers, a multiply-add counts as 16 bytes,
+            because it reads three registers and writes one.
         units: number of cores or multiprocessors that loaded.
-        line_bytes: bytes that one load of the chain fetches.
+        line_bytes: size of a cache line. Each load of a chain fetches one line from a cache or from memory. For
+            registers and shared memory, this number has no meaning.
     """
 
     name: str

@@ -26,8 +26,8 @@ def chase_several(following: Any, places: Any, hops: Any) -> None:
 
 @kept_loop
 def read(values: Any, times: Any) -> Any:
-    """The sum of values ^ 0, values ^ 1, ..., computed in vectors. The changing operand keeps the compiler from
-    dropping a pass.
+    """Read all values `times` times, with vector instructions. Pass n adds up values ^ n (exclusive or). Since n
+    changes, the compiler cannot drop a pass.
     """
     total = 0
     for turn in range(times):

@@ -119,7 +119,7 @@ def rate(size_bytes: int, threads: int, pool: ThreadPoolExecutor) -> float:
 
 
 def flown(level: Level, threads: int, pool: ThreadPoolExecutor) -> list[Flight]:
-    """Measure the rate at each number of loads in flight: chains on one core, then on all cores."""
+    """Measure the rate for each number of chains per core, first on one core, then on all cores."""
     from rooftop.ladder.memory_loops import chase_several
 
     following = ring(level.working_set_bytes)

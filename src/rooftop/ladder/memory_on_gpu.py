@@ -63,7 +63,9 @@ class Chain:
 
 
 def register_chain(device: torch.device) -> Chain:
-    """A chain of multiply-adds in registers. Each adds 1 to the value 1, so at the end `place` holds 1 + hops."""
+    """A chain of multiply-adds in registers. The value starts at 1, and each multiply-add increases it by 1. So at the
+    end `place` holds 1 + hops.
+    """
     place = torch.zeros(1, device=device)
     return Chain(lambda hops: kernel(FILE, "chain_registers", device).launch(1, 1, place, 1.0, 1.0, 1.0, hops), place)
 
@@ -76,7 +78,9 @@ def shared_chain(following: Tensor, device: torch.device) -> Chain:
 
 
 def memory_chain(following: Tensor, level: int, device: torch.device) -> Chain:
-    """A chain through a ring in any memory that the GPU can address. `level` selects loads through L1 or from L2."""
+    """A chain through a ring in any memory that the GPU can address. With THROUGH_L1 as `level`, loads may hit L1; with
+    FROM_L2, they bypass it.
+    """
     place = torch.zeros(1, dtype=torch.int32, device=device)
     name = f"chain<{level}>"
 

@@ -104,8 +104,8 @@ def climb_python(
     Args:
         ladder: made by `python_ladder`.
         device: device of the rungs on a GPU; "cpu" if there is none.
-        seconds: about how long to time a rung. A rung whose call takes longer than 0.2 s is called twice. Plain Python
-            is timed on 128 of the points.
+        seconds: about how long to time a rung. A rung whose call takes longer than 0.2 s is timed by two calls instead.
+            Plain Python is timed on 128 of the points.
         progress: called with (the current activity, fraction done).
     """
     progress("roofs", 0.0)

@@ -76,7 +76,7 @@ class SpeedLadder:
 
     Attributes:
         work: a description of the work.
-        cost: bytes and flops that any rung needs.
+        cost: bytes and flops that every rung needs at least.
         processes: number of processes that the ladder uses.
         rungs: usually from the slowest to the fastest.
         parts: number of equal parts of the work, for rungs that have a `part` function.

@@ -30,10 +30,10 @@ class Rung:
 
     Attributes:
         name: what the rung adds to the previous rung.
-        tool: CUDA, TRITON, PYTORCH (or the library that it calls) or CPU.
+        tool: CUDA, TRITON, CPU, or PYTORCH (or the name of the library that PyTorch calls).
         run: function that does the work and returns the result. None if the rung cannot run; `note` says why.
-        clock: how the rung is timed on a GPU: replayed from a graph ("graph"), called between events ("device"), or on
-            the CPU ("host").
+        clock: how the rung is timed if there is a GPU. "graph": replayed from a CUDA graph. "device": called between
+            events on the GPU. "host": timed by the CPU's clock.
         kernels: names of the kernel instances in the ladder's CUDA C++ source that the rung launches.
         note: a remark in a few words.
     """
@@ -55,13 +55,13 @@ class Ladder:
         work: the formula, sizes and dtypes.
         unit: unit of the rates, "B/s" or "FLOP/s".
         source: the CUDA C++ source.
-        cost: bytes and flops that any rung needs.
+        cost: bytes and flops that every rung needs at least.
         exact: the correct result.
         rtol, atol: how far an element may differ; 0 if every order of the sums gives the same result.
-        rungs: from the first to the best.
+        rungs: in the order of the table.
         poisoned: output tensors of the rungs, which are filled with NaN before each rung is checked.
-        remarks: function that takes the ceilings, may run further tests, and returns sentences to print below the
-            table.
+        remarks: function that takes the GPU's ceilings (None if they were not measured), may run further tests, and
+            returns sentences to print below the table.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Entry:
         summary: one line for the help text.
         size: default size on a GPU.
         small: default size if Triton's interpreter runs the kernels.
-        most: the largest size, limited by 16 GB of GPU memory or by the indices.
+        most: the largest size, limited by 16 GB of GPU memory or by the 32-bit loop indices of Triton kernels.
         what: what the size counts, such as "elements".
         multiple: number of which the size must be a multiple.
     """
@@ -116,7 +116,7 @@ def build(name: str, size: int | None = None, device: torch.device | str | None 
         name: one of `LADDERS`.
         size: the size. If None, the ladder's default size, or without a GPU its small size.
         device: if None, the GPU if there is one, else the CPU. On "cpu" the Triton rungs run in Triton's interpreter
-            (in a process with TRITON_INTERPRET=1), and the rungs in CUDA C++ can be compiled.
+            (in a process with TRITON_INTERPRET=1). The rungs in CUDA C++ can then be compiled, but not run.
 
     Raises:
         ValueError: there is no such ladder, or it cannot have this size.

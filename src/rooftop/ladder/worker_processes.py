@@ -1,7 +1,7 @@
 """Worker processes that compute parts of the python ladder's work, with each of Python's ways to pass data.
 
-The copied bytes are counted. For a Pool, a Queue or a Pipe, one process pickles an object and writes it to a pipe; the
-other process reads and unpickles it. Tensors after `share_memory_` are in memory that both processes map.
+`pickled_bytes` counts the copied bytes. For a Pool, a Queue or a Pipe, one process pickles an object and writes it to a
+pipe; the other process reads and unpickles it. Tensors after `share_memory_` are in memory that both processes map.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def by_pipe(connection: Connection) -> None:
 
 def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest: Any) -> None:
     """The main function of a worker process, which shares the tensors with its parent. The worker receives (first, end)
-    from a pipe, computes these rows, and sends True back, until it receives None.
+    from a pipe, computes the distances of points first to end - 1, and sends True back, until it receives None.
     """
     from rooftop.ladder.nearest_loops import for_vectors
 
@@ -129,14 +129,14 @@ class Workers:
         self._stack.close()
 
     def through_queue(self, parts: Sequence[Array], centres: Array) -> list[Array]:
-        """Send each part to a free worker through a queue. Return the distances in order."""
+        """Send each part to a free worker through a queue. Return the distances in the order of the parts."""
         for number, part in enumerate(parts):
             self.tasks.put((number, part, centres))
         found = dict(self.results.get(timeout=ANSWER_S) for _ in parts)
         return [found[number] for number in range(len(parts))]
 
     def through_pipes(self, parts: Sequence[Array], centres: Array) -> list[Array]:
-        """Send part n to worker n through a pipe. Return the distances in order."""
+        """Send part n to worker n through a pipe. Return the distances in the order of the parts."""
         for pipe, part in zip(self.pipes, parts, strict=True):
             pipe.send((part, centres))
         return [pipe.recv() for pipe in self.pipes]

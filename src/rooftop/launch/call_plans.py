@@ -84,7 +84,7 @@ class Places:
 
     Attributes:
         memory: the allocations. An allocation that is a result of the call has the shape of that result.
-        shapes: shape and strides of each result in allocated memory, by its index in `memory`.
+        shapes: shape and strides of each result in allocated memory, by the index of its allocation in `memory`.
     """
 
     def __init__(self, lesson: Lesson) -> None:

@@ -74,7 +74,8 @@ def start(
         args: positional arguments of the kernel. parameters: the kernel's constants and launch parameters.
 
     Returns:
-        The compiled kernel, if `Compiled.launch` can launch it with other arguments of the same dtypes and alignment.
+        The compiled kernel, if it can be launched without Triton with other arguments of the same dtypes and alignment
+        (by `Compiled.launch`, or with tensor descriptors by C++ code); else None.
     """
     seen = facts_of(args, index)
     if seen is None or is_watched():

@@ -33,8 +33,8 @@ _lock = Lock()
 def counters(device: torch.device, count: int) -> Tensor | None:
     """Return `count` zeros (int32) for one launch on the device's current stream; the launch must leave zeros in them.
 
-    Return None if `count` exceeds a stream's supply. During a capture, also return None if nothing was launched on the
-    device before, or if captured launches have used up the device's supply.
+    Return None if `count` exceeds a stream's supply. During a capture, also return None if no launch outside a capture
+    has used counters on the device before, or if captured launches have used up the device's supply.
     """
     if count > STREAM_COUNTERS:
         return None

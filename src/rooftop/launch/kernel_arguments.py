@@ -136,7 +136,7 @@ def _readable(type_: str) -> str:
 
 
 def first_device(arguments: tuple[Any, ...]) -> int | None:
-    """The device index of the first tensor; None if no tensor is on a GPU."""
+    """The device index of the first tensor that is on a GPU; None if no tensor is on a GPU."""
     for value in arguments:
         if isinstance(value, Tensor) and (index := value.get_device()) >= 0:
             return index

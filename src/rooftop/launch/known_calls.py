@@ -71,12 +71,12 @@ def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any] | None = None) -> Callable[..., Any]:
-    """Wrap an operator's `run`, so that it makes its decisions only once for arguments with the same facts (shapes,
-    strides, dtypes and so on).
+    """Wrap an operator's `run`, so that from the third call with the same facts (shapes, strides, dtypes and so on) on,
+    the decisions of the second call are repeated if the second call can be replayed.
 
     Args:
         run: the function.
-        settings: a function from the arguments to other values on which decisions depend.
+        settings: a function from the arguments to a hashable value of the settings on which decisions also depend.
     """
     known: dict[tuple[Any, ...] | None, Any] = {}
     _forgets.append(known.clear)
@@ -204,7 +204,7 @@ class Steps(NamedTuple):
     Attributes:
         tensors: indices of the operator's arguments that are tensors.
         memory: the allocations, which launches use or the call returns as results.
-        results: the allocation of each result; None for a result that is None.
+        results: for each result, the index of its allocation in `memory`; None for a result that is None.
         kind: the type of the call's result: tuple or list, or Tensor for a single result.
     """
 

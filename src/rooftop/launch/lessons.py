@@ -122,7 +122,8 @@ class Lesson(Observer):
     Attributes:
         given: the call's tensors. No two of them share memory, except empty tensors.
         owned: indices of the tensors that operators may change.
-        varying: for each of the tensors, which of its sizes varies. An empty list means that no size varies.
+        varying: for each of the tensors, which of its sizes varies: FIRST, LAST or NONE. An empty list means that no
+            size varies.
         shapes: shapes of the sources (tensors and allocations) whose sizes vary. The varying sizes are `Count`s.
         varied: formulas of the varying sizes of each launch, by the launch's index.
         conditions: conditions on varying sizes under which a call makes the same decisions as the observed call.
@@ -338,7 +339,8 @@ def lesson_of(
     Args:
         given: the call's tensors, and its numbers that vary.
         owned: indices of the tensors that operators may change.
-        varying: for each of `given`, which of its sizes varies. An empty list means that no size varies.
+        varying: for each of `given`, which of its sizes varies: FIRST, LAST or NONE; ITSELF for a number that varies.
+            An empty list means that no size varies.
     """
     with observing(Lesson(given, owned, varying)) as lesson:
         if lesson is None:

@@ -53,7 +53,7 @@ def build() -> None:
     """Compile the C++ module, unless the cache contains it, and load the module.
 
     Raises:
-        RuntimeError: there is no C++ compiler, or the compilation failed.
+        RuntimeError: there is no C++ compiler, the compiler failed, or the cache cannot be written.
     """
     _start(_extension.build())
 
@@ -122,9 +122,11 @@ HOPELESS = 1 << 62
 
 
 def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
-    """Whether to observe this call. Only one of the calls with the same facts (shapes, dtypes and so on) is observed,
-    because all of them have the same plan, or none has a plan. If sizes vary, a call is also observed if no plan is
-    valid for its sizes.
+    """Whether to observe this call, for which C++ has no valid plan.
+
+    Only call number `at` of those with the same facts (shapes, dtypes and so on) is observed, because all of them have
+    the same plan, or none has a plan. If sizes vary, later calls are observed too, because their sizes may need another
+    plan, until one of the calls cannot be planned.
     """
     if len(seen) >= known_calls.MOST_KNOWN:
         seen.clear()
@@ -142,7 +144,8 @@ def teaching(
     Args:
         given: the call's tensors, and its numbers that vary.
         owned: indices of the tensors that the call may change.
-        varying: for each of `given`, which of its sizes varies. An empty list means that no size varies.
+        varying: for each of `given`, which of its sizes varies: FIRST, LAST or NONE; ITSELF for a number that varies.
+            An empty list means that no size varies.
     """
     with lesson_of(given, owned, varying) as lesson:
         if lesson is None:

@@ -86,7 +86,7 @@ class Signature(Protocol[Result_co]):
             may omit trailing gradients that are None. `wanted`: which arguments need a gradient. If arguments or
             results are lists of tensors, their gradients are lists of tensors.
         once(): a static method that returns True if the gradients cannot be differentiated again (an error is raised).
-            If `once` returns True, no graph is needed for results that only backward uses.
+            If `once` returns True, autograd need not track results of `run` that only backward uses.
     """
 
     def run(self) -> Result_co: ...
@@ -107,16 +107,16 @@ def declare(
         name: name of the operator.
         signature: a `typing.NamedTuple` class with the methods of `Signature`. The annotations of the class, and the
             return annotation of `run`, determine the schema.
-        mutates: arguments that `run` changes. An operator with `mutates` has no derivative, and Python makes the
-            decisions of each call. The exception is a call that C++ repeats (repeated_calls.py), if nothing else refers
-            to the changed argument.
+        mutates: arguments that `run` changes. An operator with `mutates` has no derivative. Python makes the decisions
+            of each call, except if C++ repeats the call (repeated_calls.py). C++ repeats the call only if nothing else
+            refers to the changed argument.
         slopes: the number of leading results that have gradients; None: all. A list of tensors is one result.
         derivative: `no_second_derivative(...)`, which raises an error, for a backward operator that cannot be
             differentiated.
         known: whether all decisions of `run` depend only on shapes, strides, dtypes, alignment, device, and arguments
-            that are not tensors. The decisions are then made once (known_calls.py). If decisions also depend on
-            settings, pass a function from the arguments to a Python value of these settings. "itself": `run` itself
-            caches its decisions.
+            that are not tensors. Calls can then repeat the decisions of an earlier call (known_calls.py). If
+            decisions also depend on settings, pass a function that gets the arguments and returns the values of these
+            settings as one hashable object. "itself": `run` itself caches its decisions.
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
@@ -522,7 +522,8 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """Decompositions of Rooftop's operators into PyTorch's operators, for `ExportedProgram.run_decompositions`.
 
     The resulting program runs without Rooftop and its kernels. If a program contains an operator without a
-    decomposition (tables of sparse convolutions, pages, random numbers, backward), NotImplementedError is raised.
+    decomposition (tables of sparse convolutions, paged attention, random numbers, backward operators),
+    NotImplementedError is raised.
     """
     overloads = {name: getattr(torch.ops.rooftop, name).default for name in _declared}
     without = {each: _refuse_decomposition(name) for name, each in overloads.items() if each not in _decompositions}

@@ -164,8 +164,8 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Within the `with` block, Python instead of C++ makes all calls of `repeated` and `repeated_rows` functions, in
-    all threads, and those of their backward."""
+    """Within the `with` block, Python instead of C++ makes all calls of `repeated` and `repeated_rows` functions and of
+    their backward, in all threads."""
     _enter(1)
     try:
         yield

@@ -21,7 +21,7 @@ def merged(sizes: Sequence[int], *strides: Sequence[int]) -> Dims:
     step through both with a single stride.
 
     Args:
-        sizes: sizes of the dimensions, the outermost first. Dimensions of size 1 are omitted.
+        sizes: sizes of the dimensions, the outermost first. The result omits dimensions of size 1.
         strides: the strides of each tensor.
     """
     dims: Dims = []

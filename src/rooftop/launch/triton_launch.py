@@ -76,8 +76,8 @@ def _launch(
 class Repeated:
     """A kernel that is launched repeatedly with different pointers. All other arguments are the same at each launch.
 
-    Triton inspects all arguments at each launch to find the compiled kernel. This class inspects arguments only at the
-    first launch.
+    Triton inspects all arguments at each launch to find the compiled kernel. With this class, Triton inspects them only
+    at the first launch for each combination of pointers that are divisible by 16.
 
     Args:
         kernel: a `triton.jit` function.

@@ -71,9 +71,9 @@ def launch_warp(kernel: Any, threads: tuple[int, ...], *arguments: Any, device: 
 class Launches:
     """Launches of Warp kernels on one device and any stream. The arguments of a kernel are packed only once.
 
-    Each launch reads the current fields of structs, so a changed field takes effect. If a struct, array or vector
-    differs from that of the previous launch, the arguments are packed again. One packed launch is kept for each
-    combination of kernel, number of threads, and numbers among the arguments.
+    Each launch reads the current fields of structs, so a changed field takes effect. One packed launch is kept for each
+    combination of kernel, number of threads, and numbers among the arguments. If a launch of that combination gets
+    another struct, array or vector object than the previous one, its arguments are packed again.
 
     Args:
         device: the device of all launches.

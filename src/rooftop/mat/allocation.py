@@ -143,7 +143,8 @@ class MatAllocator:
         """Allocate a block with undefined content.
 
         Raises:
-            ValueError: `get_bytes` did not return a contiguous 1-D uint8 tensor of that size on the device.
+            ValueError: `get_bytes` did not return a contiguous 1-D uint8 tensor of at least that size on the device, or
+                the tensor's memory is not aligned.
         """
         given = self.get_bytes(size_bytes)
         fits = (

@@ -29,7 +29,8 @@ class Block(ExportedHeader):
 
         If sizes, type and device stay the same, nothing is allocated, so results can be written into regions. If sizes,
         type or device change, this Mat drops its reference to the old memory and gets new, uninitialized memory from
-        its allocator. If there is too little memory, this Mat becomes empty.
+        `allocator`. By default, `allocator` is this Mat's own allocator, or on another device the one that
+        `allocator_for` chooses. If the allocation fails, this Mat becomes empty, and the error is raised.
         """
         sizes, type, _ = shape_arguments(shape, type, None)
         where = self._device if device is None and allocator is None else allocator_for(device, allocator).device

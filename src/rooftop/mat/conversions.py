@@ -2,10 +2,10 @@
 
     stored = saturate(round(alpha * x + beta))          rounded half to even; not rounded for a floating target depth
 
-alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). If float32
-cannot represent the numbers of the source or the target, float64 is used instead: for conversions into 64F, 64S and
-64U, and for conversions between 32- or 64-bit integers, 64F and 32F. Saturation: values beyond an integer depth's range
-become its nearest limit, and NaN becomes its least value. Conversion to Bool is `x != 0`, so NaN is true.
+alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). For
+depths whose numbers float32 cannot represent, float64 is used instead: for conversions into 64F, 64S and 64U, and for
+conversions from 32- or 64-bit integers or 64F into 32-bit integers or 32F. Saturation: values beyond an integer depth's
+range become its nearest limit, and NaN becomes its least value. Conversion to Bool is `x != 0`, so NaN is true.
 
 OpenCV on x86 behaves differently, although its documentation of saturate_cast promises the rules above. On x86,
 floating values of 2^31 and more become the *least* value (1e10 as CV_8U is 0), and values of CV_32U from 2^31 on wrap
@@ -54,8 +54,7 @@ def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool
     """Whether a conversion is evaluated exactly, as an expression of integers.
 
     Both depths must be integer types, and one of them must have 64 bits. Scale and shift must be integers below
-    2**128 in magnitude.
-    With a scale of 1 and a shift of 0, no expression is needed.
+    2**128 in magnitude. With a scale of 1 and a shift of 0, no expression is needed, and the result is False.
     """
     integers = DEPTHS[depth].limits is not None and DEPTHS[new_depth].limits is not None
     if not integers or not {depth, new_depth} & {CV_64S, CV_64U} or (alpha, beta) == (1, 0):
@@ -162,7 +161,7 @@ def _store(y: Tensor, into: Tensor, depth: int) -> None:
 
 def store_64(rounded: Tensor, into: Tensor, depth: int) -> None:
     """Store rounded float64 values as 64-bit integers. float64 cannot represent 2^63 - 1 and 2^64 - 1, so values beyond
-    the limit are handled separately."""
+    the range of the depth are handled separately."""
     top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest float64 below 2^63
     least = -top if depth == CV_64S else 0.0
     bits = rounded.clamp(least, greatest).nan_to_num_(nan=least).long()

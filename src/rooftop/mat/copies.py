@@ -1,7 +1,7 @@
 """Copy elements as bits: the elements that a mask selects, or one element to all positions.
 
-Tensors here have the shape (..., channels) and the carrier dtype of a depth. Copies do not interpret values, so NaNs
-keep their bits, and unsigned types need no special operators.
+Tensors here have the shape (..., channels) and the carrier dtype of a depth (type_codes.py). Copies do not
+interpret values, so NaNs keep their bits, and unsigned types need no special operators.
 """
 
 from __future__ import annotations

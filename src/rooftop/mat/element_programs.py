@@ -181,7 +181,7 @@ class ElementProgram(Numbers):
         for_kernel: see `Numbers`.
 
     Attributes:
-        values: the expression of each node, by id.
+        values: for each node of `root`, by the node's id, the expression that computes the node's value.
     """
 
     def __init__(
