@@ -203,7 +203,7 @@ class OptimizedModule(nn.Module):
 
     @property
     def unproven(self) -> dict[str, int]:
-        """The number of calls that ran the original, by reason."""
+        """The number of unproven calls, which ran the original, by reason."""
         return dict(self._own.unproven)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -281,7 +281,8 @@ def product(
 ) -> Tensor:
     """Run `rooftop.kernels.linear_act`. A deferral may defer the weight's gradient.
 
-    In training, the activation is always computed as in `linear_act_and_before`, with and without recomputation.
+    In training without a residual, the activations of `KEPT` are computed as in `linear_act_and_before`, with and
+    without recomputation.
     """
     training = torch.is_grad_enabled() and not is_traced()
     if deferral is None and activation in KEPT and residual is None and training:
