@@ -53,14 +53,14 @@ precision causes a much smaller difference, and another dropout mask a much larg
 
 
 def check_taken(original: nn.Module, step: Step, drawn: Sequence[Draw]) -> None:
-    """Run the original on the given inputs, and on the other inputs that it must accept, so that errors are raised
-    before the search.
+    """Run the original on the given inputs, and on the draws that it must accept (`Draw.needed`), so that errors are
+    raised before the search.
 
     Args:
         drawn: the inputs of all draws; the given inputs come first.
 
     Raises:
-        ValueError: the model refuses required inputs, or a training step has no gradients.
+        ValueError: the model refuses a draw that it must accept, or a training step has no gradients.
         Exception: any error that the model raises on the given inputs.
     """
     given = outcome_of(step, original, original, drawn[0].given)

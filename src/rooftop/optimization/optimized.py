@@ -86,7 +86,8 @@ class Optimized:
         optimizer: for a training step, the faster optimizer, or the given optimizer if no rule has replaced it.
         changes: the outcome of each rule, in the order of trials.
         before_ms, after_ms: times of a step of the original and of the faster module, timed in turns at the end.
-        noise: spread of the two measured times, as a share of a step's time.
+        noise: spread of the gain over the rounds at the end, as a share of a step. If no rule was kept, spread of the
+            times of a step.
         checked: inputs on which every change was compared with the original.
         unchecked: inputs that were skipped, with the reason.
         proven: shapes for which the faster module runs.
@@ -131,7 +132,7 @@ class Optimized:
         write_whole(Path(path), json.dumps(plan, indent=1) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything except the module and the optimizer, as numbers and text."""
+        """Everything except the module, the optimizer and `differs`, as numbers and text."""
         return {
             "before_ms": self.before_ms,
             "after_ms": self.after_ms,
@@ -202,7 +203,7 @@ class OptimizedModule(nn.Module):
 
     @property
     def unproven(self) -> dict[str, int]:
-        """The number of calls that ran the original, by reason."""
+        """The number of unproven calls, which ran the original, by reason."""
         return dict(self._own.unproven)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

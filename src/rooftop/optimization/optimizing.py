@@ -58,8 +58,8 @@ def optimize(
         *args, **kwargs: arguments of a typical call: tensors, numbers, and structures of them.
         train: True: optimize forward and backward in training mode. False: optimize forward in evaluation mode, without
             gradients.
-        loss: computes the loss from the output. None: an output of one element is the loss; other outputs get fixed
-            random gradients.
+        loss: computes the loss from the output. None: if only one output tensor requires a gradient, and it has one
+            element, it is the loss; otherwise all outputs get fixed random gradients.
         optimizer: the optimizer of the step. A rule may replace this optimizer by a faster one. Create learning rate
             schedulers afterwards, for `Optimized.optimizer`.
         shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension also get
@@ -68,7 +68,7 @@ def optimize(
             precision.
         exact: keep only rules whose results are identical bit for bit.
         min_gain: smallest measured gain for which a rule is kept, as a share of a step. Half of `min_gain` is enough
-            if a gain was predicted.
+            if any gain was predicted.
         budget_s: time limit in seconds. Rules that do not fit in the time are listed as not tried.
         draw: a function that creates other arguments (a tuple), if values drawn from the given arguments are not valid.
         plan: a file of `Optimized.save`, whose rules are applied, proven and timed without a search.

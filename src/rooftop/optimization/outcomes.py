@@ -65,8 +65,8 @@ class Step:
 
     Attributes:
         training: run backward, too.
-        loss: computes the loss from the output; None: an output of one element is the loss, and other outputs get fixed
-            random gradients.
+        loss: computes the loss from the output; None: if only one output tensor requires a gradient, and it has one
+            element, it is the loss; otherwise all outputs get fixed random gradients.
     """
 
     training: bool

@@ -74,7 +74,7 @@ class Profiles:
         self._compiled[_names(others)] = Compiled(wall_ms, device_ms, host_ms, whole)
 
     def note_wall(self, best_ms: float) -> None:
-        """Scale all wall times by a newer wall time of the best candidate, because the speed of a host varies."""
+        """Scale all wall times by one factor, so that the best candidate's becomes `best_ms`: a host's speed varies."""
         changed = best_ms / max(1e-6, self.now.wall_ms)
 
         def corrected(times: Times) -> Times:

@@ -62,8 +62,8 @@ class Rounds:
         return compare_steps(candidates, self.step, self.given, self.original, ROUND_S, self.step_s)
 
     def least_share(self, predicted_share: float) -> float:
-        """The smallest gain that keeps a rule. The result is half of `min_gain` if a gain is predicted, so that a gain
-        close to `min_gain` has the same verdict in each search.
+        """The smallest gain that keeps a rule. The result is half of `min_gain` if any gain is predicted, so that a
+        gain close to `min_gain` has the same verdict in each search.
         """
         return self.min_gain / 2 if predicted_share > 0 else self.min_gain
 
@@ -83,10 +83,11 @@ class Rounds:
                 return Gain(share, pays, statistics.median(best_ms))
 
     def last(self, candidates: dict[str, Candidate], late: Late) -> tuple[float, dict[str, list[float]]]:
-        """Time the candidates in more rounds if the first rounds do not show that "after" is faster than "before".
+        """Time the candidates in `SURE_ROUNDS` rounds. If these do not show that "after" is faster than "before", add
+        rounds until they do, at most up to `MOST_ROUNDS`.
 
         Args:
-            late: returns whether the time is up. If it is, the first rounds decide, even if their gains are uncertain.
+            late: returns whether the time is up. If it is, no rounds are added, even if the gains are uncertain.
 
         Returns:
             (ms of a step of "before", each candidate's gain over "before" in each round, as a share of a step)

@@ -63,7 +63,7 @@ LEAST_SAVED = 0.1
 
 @dataclass(frozen=True)
 class Result:
-    """The best candidate, and the times of a step before and after in ms.
+    """The best candidate, and the times in ms of a step of the original (before) and of this candidate (after).
 
     Attributes:
         noise: the spread of the gain, as a share of a step.
@@ -89,7 +89,7 @@ class Search:
         wrap: wraps a candidate as users will call it, with all checks.
 
     Attributes:
-        kept: rules that save time, in the order of `RULES`.
+        kept: rules that save time or memory, in the order of `RULES`.
         changes: the outcome of each rule, in the order of trials.
     """
 
@@ -426,7 +426,9 @@ class Search:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def result(self) -> Result:
-        """The best candidate, timed as users call it. Without a plan, return the original if the original is faster."""
+        """The best candidate, timed as users call it. Return the original if the original is faster, unless there is
+        a plan, or a kept rule saves memory.
+        """
         with self._told_if_interrupted():
             self.progress("the result", 0.95)
             return self._result()

@@ -141,17 +141,17 @@ def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> O
 def ahead(
     run: Callable[[], object], device: torch.device, wall_ms: float, alone_ms: float = math.inf
 ) -> tuple[float | None, float | None]:
-    """(device time of a step if the host is far ahead, host time of launching the step); None on a CPU.
+    """(ms of device time of a step if the host is far ahead, ms of host time to launch the step); None on a CPU.
 
     Before a run the GPU pauses for longer than the host needs to launch the step. A CUDA graph of the step would take
     about this device time. After a pause the GPU is cooler, so it runs faster than in a long series of steps. To
     correct for the cooler GPU, a run after a pause is compared with a run after another run, and `wall_ms` is scaled by
-    their ratio. But if the host takes longer than the GPU, `wall_ms` is the host's time, and the run after a pause
-    counts.
+    their ratio. But if the host takes longer than the GPU, `wall_ms` is the host's time, so the device time of the run
+    after a pause is returned, without scaling.
 
     Args:
-        alone_ms: device time of the operators timed one by one. This sum bounds the device time of a step that waits
-            for the GPU, because in such a step the host cannot be far ahead.
+        alone_ms: device time of the operators timed one by one. If the step makes the host wait for the GPU, the
+            returned device time is at most this sum, because in such a step the host cannot be far ahead.
     """
     if device.type != "cuda":
         return None, None
@@ -186,7 +186,8 @@ class OperatorTimes(LightMode):
     """Measure the time of each operator below autograd, by an `OperatorClock`.
 
     Args:
-        earlier: the times of an earlier run of the same step.
+        earlier: the times of an earlier run of the same step, which tell the clock how long the host takes for each
+            operator.
     """
 
     def __init__(self, device: torch.device, earlier: OperatorTimes | None = None) -> None:

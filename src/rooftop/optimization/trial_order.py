@@ -1,8 +1,9 @@
 """The order in which a search tries rules, and the time limit of each rule.
 
-Rules that apply at once, without compiling, come first, by their predicted gain. Rules that compile come next, by their
-gain per second. Rules that are predicted to make a step slower come last. The whole model is compiled while there is
-still time for it, so that a model is not left slower than with torch.compile.
+Rules that save memory come first, since they are kept although they make a step slower. Rules that apply at once,
+without compiling, come next, by their predicted gain. Rules that compile follow, by their gain per second until the
+first call is done. Rules that apply at once but are predicted to make a step slower come last. The whole model is
+compiled while there is still time for it, so that a model is not left slower than with torch.compile.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TrialOrder:
         forecasts: (seconds until the first call is done, gain in ms) of each rule, by its name.
         times: times of the original's step.
         loss_ms: a rule that applies at once comes last if it is predicted to make a step slower by more ms than this.
-        left_s: seconds of the whole search.
+        left_s: seconds that are left for the search.
         ready: whether a rule can be tried now. Rules that apply at once but are not ready come after rules that are
             ready.
     """

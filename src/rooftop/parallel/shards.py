@@ -74,7 +74,9 @@ class Shard:
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
-    """The shards of a model's split parameters, by name. A parameter with two names is listed under both names."""
+    """The shards of a model's split parameters, by name. A parameter that two modules share is listed under both
+    names.
+    """
     found: dict[str, Shard] = {}
     for name, module in model.named_modules():
         records: Mapping[str, Shard] = getattr(module, "shards", {})
@@ -93,7 +95,8 @@ def rows_of(name: str, whole: tuple[int, ...], start: int, rows: int, blocks: in
         index, count: index of the rank, and number of ranks.
 
     Raises:
-        ValueError: the number of blocks is neither a multiple nor a divisor of the number of ranks.
+        ValueError: the number of blocks is neither a multiple nor a divisor of the number of ranks, or several ranks
+            would hold the same block of one row.
     """
     if blocks % count == 0:
         holders, size, place = 1, rows // count, index

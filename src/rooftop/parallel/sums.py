@@ -1,7 +1,7 @@
 """Sum many tensors over ranks, and start each sum as soon as the tensor is ready.
 
-A tensor that is large enough for full bandwidth is summed in place. Small tensors are copied into a bucket. The
-bucket's sum starts when the bucket is full, and the results are copied back at the end.
+A contiguous tensor that is large enough for full bandwidth is summed in place. Other tensors are copied into a bucket.
+The bucket's sum starts when the bucket is full, and the results are copied back at the end.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Sums:
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
-        """Start to sum a large tensor at once. Put a small tensor into a bucket; if the bucket has no room, start the
-        bucket's sum first.
+        """Start to sum a large contiguous tensor at once. Put any other tensor into a bucket; if the bucket has no
+        room, start the bucket's sum first.
         """
         if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
             self._large.append(start_sum(tensor, self.group))

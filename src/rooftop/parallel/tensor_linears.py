@@ -148,7 +148,7 @@ class ColumnParallelLinear(Deferring, LinearAct):
         return copy_to_ranks(input, self.group)
 
     def begin(self, input: Tensor) -> OnItsWay:
-        """Start the communication of `entered`. Pass the result to `product_of`."""
+        """Start the communication of `entered`. Pass the tensor that arrives to `product_of`."""
         input, *_ = under_autocast(input, self.weight)
         if self.sequence_parallel:
             return begin_gather(input, SEQUENCE, self.group)
@@ -222,7 +222,7 @@ class RowParallelLinear(Deferring, LinearAct):
         return self.with_bias(total)
 
     def begin(self, input: Tensor) -> OnItsWay:
-        """Start the sum in `forward`. Pass the result to `with_bias`."""
+        """Start the sum in `forward`. Pass the tensor that arrives to `with_bias`."""
         partial = self.summand(input)
         if self.sequence_parallel:
             return begin_scattered_sum(partial, SEQUENCE, self.group)
@@ -266,7 +266,7 @@ def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tup
 
 def is_traced() -> bool:
     """Whether torch.jit.trace records this call. A trace cannot contain Python autograd functions. Tracing by
-    torch.compile does not count, and cannot call this function.
+    torch.compile does not count.
     """
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
@@ -281,7 +281,8 @@ def product(
 ) -> Tensor:
     """Run `rooftop.kernels.linear_act`. A deferral may defer the weight's gradient.
 
-    In training, the activation is always computed as in `linear_act_and_before`, with and without recomputation.
+    In training without a residual, the activations of `KEPT` are computed as in `linear_act_and_before`, with and
+    without recomputation.
     """
     training = torch.is_grad_enabled() and not is_traced()
     if deferral is None and activation in KEPT and residual is None and training:

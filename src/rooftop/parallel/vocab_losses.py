@@ -73,7 +73,7 @@ class Classes:
 def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
     """Compute the statistics of logits (N, columns). Return the maximum of each row, (N,), and three values of each
     row relative to this maximum, (3, N): the sum of exponentials, the target's logit (0 if another rank has it), and
-    the sum of all logits."""
+    the sum of all logits (0 without label smoothing)."""
     values = x[:, : classes.here].to(accumulator_dtype(x.dtype))
     if classes.here == 0:
         return values.new_full(values.shape[:1], -math.inf), values.new_zeros(3, len(values))

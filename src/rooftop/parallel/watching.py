@@ -106,7 +106,7 @@ class Watch:
         termination: records whether this process has received SIGTERM.
         timeout_s: how long ranks may wait for a live rank.
         failure: the first failure; empty until this rank notices it.
-        at: this rank's GPU position at the time of the failure.
+        at: for each program that this rank's GPUs ran at the time of the failure, a text that says how far it was.
         noticed: an event that is set once this rank knows of a failure.
     """
 
@@ -165,7 +165,8 @@ class Watch:
 
     def gone(self, error: BaseException) -> Failure | None:
         """The ranks that have ended silently, if their end may have caused this rank's error. This call waits for
-        `SILENCE_S` seconds, unless the store has ended."""
+        `SILENCE_S` seconds. It ends earlier if the store has ended, or, with None, if this rank notices a failure.
+        """
         try:
             before = beats(self.store, self.size)
             if self.noticed.wait(SILENCE_S):

@@ -63,7 +63,7 @@ class Kernels(Rule):
 def gain_norms(times: Times, by: Norms, more_ms: float = 0.0) -> float:
     """The time in ms that a step saves if one kernel computes each norm.
 
-    Each norm is timed alone, with and without the kernel: its device time, and the host's time to launch it. In
+    Each layer norm is timed alone, with and without the kernel: its device time, and the host's time to launch it. In
     training, backward is timed with forward, because a kernel may be fast in one and slow in the other. For an RMS norm
     of several operators, the kernel is assumed to take half as long as the norm's first operator, which reads and
     writes float32. The norm's backward is assumed to gain the same share of device time as its forward.

@@ -15,7 +15,7 @@ def replace_pools(model: nn.Module) -> dict[str, str]:
     """Let `kernels.max_pool2d` compute each `nn.MaxPool2d` of a model, in place, for inference.
 
     Returns:
-        The kind of each replaced pool, by module name. Pools that return indices, are subclasses or have another
+        "MaxPool2d" for each replaced pool, by module name. Pools that return indices, are subclasses or have another
         forward are not replaced.
     """
     replaced = {}

@@ -60,7 +60,8 @@ def _mapped(part: Any, function: Callable[[Any], Tensor], strict: bool, of_type:
 
 
 def signature(structure: Any, kind: Callable[[Tensor], Hashable]) -> tuple[Hashable, list[Tensor]]:
-    """(signature, distinct tensors in order) of a call. Calls with equal signatures do the same work.
+    """(signature, distinct tensors in order of first appearance) of a call. Calls with equal signatures do the same
+    work.
 
     The signature contains the `kind` of each tensor (such as shape and dtype), and the values of numbers and strings.
     It also shows which arguments are the same tensor object.

@@ -2,8 +2,8 @@
 
 A call replays the forward inside an autograd function, whose backward replays the other graph. So the loss, hooks of
 parameters and the optimizer remain under the user's control. Both graphs share memory: the backward reads values that
-the forward has stored. Until the backward of a call has run, other calls run without graphs. Results and gradients are
-copies, because autograd may keep a gradient and add the next one to it.
+the forward has stored. Until the backward of a call has run, or the call's results have been freed, other calls run
+without graphs. Results and gradients are copies, because autograd may keep a gradient and add the next one to it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class PlacedMesh:
 
 
 def is_flat(document: Document) -> bool:
-    """Whether all nodes only place meshes that have neither a pose nor a parent."""
+    """Whether each node only places a mesh (without children, a skin, weights or extensions), and no mesh has morph
+    targets."""
     nodes = document.get("nodes", ())
     return all(_SIMPLE.issuperset(node) for node in nodes) and not any(
         "targets" in primitive for mesh in document.get("meshes", ()) for primitive in mesh["primitives"]

@@ -1,4 +1,4 @@
-"""Choose the clusters to simplify together: groups of 8 to 32 neighbours that share many vertices."""
+"""Choose the clusters to simplify together: groups of usually 8 to 32 neighbours that share many vertices."""
 
 from __future__ import annotations
 

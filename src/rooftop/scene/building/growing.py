@@ -3,8 +3,8 @@
 The next triangle of a cluster is a neighbour that shares a vertex with the cluster. Topology decides first: triangles
 that add no vertex to the cluster come first, then triangles that would otherwise become isolated, so that few triangles
 are left behind. On a tie, the triangle nearest to the cluster's middle is added. If there is no neighbour, the nearest
-triangle of the piece is added. A new cluster begins beside earlier clusters, near a corner of the piece, where few
-triangles are left.
+triangle of the piece is added. A new cluster begins at a triangle beside earlier clusters: the one with the fewest
+remaining triangles around it, and on a tie the nearest to the lowest corner of the piece's bounding box.
 
 The cluster's neighbours are in a list with their priorities. A step updates only the neighbours of the triangle just
 added; meshoptimizer updates all neighbours. The tree for nearest-triangle searches is built only for a piece that needs

@@ -129,8 +129,9 @@ def checked_mesh(
         normals: (V, 3), or "smooth": the mean of the normals of the faces around a vertex, weighted by their angles.
         uv: (V, 2).
         materials: (F,) integers, 0 to 65535.
-        precision: the largest step of the grid, in object units. By default, this step is about 1/64 of the mean edge;
-            if that grid would remove faces, the step is about 1/16 of the edges of these faces.
+        precision: the largest step of the grid, in object units. By default, the step is at most 1/64 of the mean edge
+            and 1/16384 of the extent; if that grid would remove faces, the step is about 1/16 of the shortest edges of
+            these faces.
         colors: (V, 3), 0 to 1, or uint8.
         workers: the processes and threads that share the work.
 

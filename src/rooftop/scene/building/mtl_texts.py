@@ -3,8 +3,9 @@
 Colours and images are displayed values (sRGB), as in the programs that write such files. `map_Kd` is multiplied by
 `Kd`, as the format specifies. If there is a `map_Kd`, a Kd of 0 0 0 counts as white, because some programs write 0 0 0
 for textured materials. The options -s and -o of `map_Kd` (scale and offset of the texture coordinates) and -clamp are
-read. Other options are skipped, with a warning if they would change the picture. A path may contain blanks, backslashes
-or a drive. If the path does not exist, the file of that name next to the .mtl file is used.
+read. The format's other options are skipped, with a warning if they would change the picture. An unknown
+option is an error. A path may contain blanks, backslashes or a drive. If the path does not exist, the file of that
+name next to the .mtl file is used.
 
 Source: the MTL specification of Alias|Wavefront (Object files, appendix B1, "Material file format").
 """

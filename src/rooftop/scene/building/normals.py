@@ -62,8 +62,8 @@ def smooth_normals(points: Floats, faces: npt.NDArray[np.int64], workers: Worker
 
 
 def octahedral(directions: Floats) -> npt.NDArray[np.uint16]:
-    """Encode unit vectors (N, 3) as two integers (N, 2) from 0 to 2 NORMAL_MIDDLE. (Cigolle et al., JCGT 3(2),
-    2014.)"""
+    """Encode unit vectors (N, 3) as two integers (N, 2) from 0 to 2 * NORMAL_MIDDLE. (Cigolle et al., JCGT
+    3(2), 2014.)"""
     flat = directions[:, :2] / np.abs(directions).sum(1, keepdims=True)
     folded = (1 - np.abs(flat[:, ::-1])) * np.where(flat < 0, -1.0, 1.0)
     flat = np.where(directions[:, 2:] < 0, folded, flat)

@@ -1,4 +1,4 @@
-"""The material of a part in a mesh file, before its texture coordinates are known."""
+"""A material of a mesh file, as read before the texture coordinates of the parts that use it."""
 
 from __future__ import annotations
 

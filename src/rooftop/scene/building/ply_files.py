@@ -2,8 +2,8 @@
 elements in any order.
 
 Texture coordinates belong to vertices (u and v, s and t, or texture_u and texture_v), or to corners of faces (the list
-`texcoord`). A vertex whose corners differ becomes several vertices. Elements and properties with other names are
-skipped.
+`texcoord`). A vertex whose corners have different texture coordinates becomes several vertices. Elements and
+properties with other names are skipped.
 
 Source: Turk, "The PLY Polygon File Format" (1994); for the names of properties, the files of Stanford's scans, MeshLab,
 Blender and CloudCompare.

@@ -1,7 +1,7 @@
 """Cut polygons into triangles.
 
-A fan of triangles covers only convex polygons. A concave polygon is cut by removing one corner after another (ear
-clipping).
+A fan of triangles from any corner covers only convex polygons. A concave quadrilateral becomes a fan from its inward
+corner. A concave polygon of more corners is cut by removing one corner after another (ear clipping).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class MeshFile:
             not.
         colors: (V, 3) uint8 if any part has colours (other parts are white); None if not.
         materials: (F,) the part of each face. A part that is placed several times has one number.
-        parts: the number of placed parts.
+        parts: the number of placed parts; a part that is placed twice counts twice.
         table: the material of each part, by its number in `materials`; None if no part has a colour or a texture.
         linear_colors: True if `colors` are in linear light, as in glTF; False if they are displayed values (sRGB).
     """
