@@ -192,8 +192,8 @@ class Geometry:
 
     @cached_property
     def needs(self) -> PageNeeds:
-        """The pages that each page needs. Files before version 3 do not store this table, so all pages are read once to
-        compute it."""
+        """The pages that each page needs directly. Files before version 3 do not store this table, so all pages are
+        read once to compute it."""
         if self._stored_needs is not None:
             return self._stored_needs
         fine, coarse = [], []

@@ -19,7 +19,7 @@ _LENGTH_BITS = layouts.BOX_BITS - layouts.MANTISSA_BITS
 
 
 def head_words(replaces: bool, normals: bool, uv: bool) -> int:
-    """Number of words of a short head."""
+    """Number of words of a short head (from version 4 on) with these optional fields."""
     return (
         layouts.HEAD_WORDS + layouts.REPLACED_WORDS * replaces + layouts.NORMAL_WORDS * normals + layouts.UV_WORDS * uv
     )
