@@ -1,4 +1,4 @@
-"""Render frames of virtual geometry: one file for each stage, in Warp, for the GPU and the CPU.
+"""Render frames of virtual geometry. Each stage is one source file with kernels in Warp, for the GPU and the CPU.
 
 A frame begins with init_context. Then come two passes of culling, rasterize and hzb: the first pass (instance_cull,
 level_cull) draws geometry that was visible in the last frame, the second pass (level_cull) draws geometry that has
