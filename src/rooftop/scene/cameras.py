@@ -139,7 +139,7 @@ class Camera:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A hashable value that is equal for cameras with the same view."""
+        """A hashable value that is equal for two cameras if all their attributes are equal."""
         numbers = self.width, self.height, self.fx, self.fy, self.cx, self.cy, self.near, self.orthographic
         return self.world_to_camera.tobytes(), *numbers
 

@@ -57,8 +57,8 @@ class PageNeeds:
         return cls(np.concatenate(starts), np.concatenate(pages))
 
     def wrong_at(self) -> int | None:
-        """The first page whose entry is invalid, or None. An entry is invalid if the page needs itself or a later page,
-        or if its list has a wrong start."""
+        """The first page whose entry is invalid, or None. An entry is invalid if its list contains anything other than
+        earlier pages, or if the list has a wrong start or end in `pages`."""
         count = len(self.starts) - 1
         starts_fit = (self.starts[1:] >= self.starts[:-1]) & (self.starts[1:] <= len(self.pages))
         if self.starts[0] != 0:

@@ -23,7 +23,9 @@ FEW = 256  # for a mesh with up to this many instances, the outline is computed 
 
 
 def outline(world: Scene) -> Floats:
-    """Points (N, 3) in the world that outline the scene: vertices of its coarsest levels, or corners of boxes."""
+    """Points (N, 3) in the world that outline the scene: for each instance, the vertices in the mesh's first page,
+    which contains the coarsest levels. If this page does not cover the whole mesh, or the mesh has more than FEW
+    instances, the corners of the mesh's box are used instead."""
     mesh_of, transforms = world.placed.mesh_of, world.placed.transforms
     found = []
     for number, mesh in enumerate(world.meshes):

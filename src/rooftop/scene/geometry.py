@@ -1,8 +1,8 @@
 """Open geometry files. Opening a file reads and checks everything except the pages. Each page is read and checked on
 request.
 
-A renderer's kernels must decode clusters to the same values as `Geometry.decode`, which reads the same words in plain
-NumPy and float64.
+A renderer's kernels must decode clusters to the same values, in float32, as `Geometry.decode`, which reads the same
+words in plain NumPy and float64.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ class Geometry:
 
     @cached_property
     def needs(self) -> PageNeeds:
-        """The pages that each page needs. Files before version 3 do not store this table, so all pages are read once to
-        compute it."""
+        """The pages that each page needs directly. Files before version 3 do not store this table, so all pages are
+        read once to compute it."""
         if self._stored_needs is not None:
             return self._stored_needs
         fine, coarse = [], []

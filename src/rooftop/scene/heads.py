@@ -1,8 +1,9 @@
 """Convert heads of clusters between rows of numbers in Python and words in a page. A head is the record of a cluster:
 its counts, its box, its error, and where its streams of vertices and triangles begin.
 
-Version 4 packs heads: heads of the finest level have no words about replaced groups, and heads of a mesh without
-normals have no words for normals. docs/scene-format.md and `layouts.py` describe the fields of a head.
+Version 4 packs heads: heads have no words about replaced groups in a page whose clusters are all of the finest level,
+no words for normals in a mesh without normals, and no words for texture coordinates in a mesh without them.
+docs/scene-format.md and `layouts.py` describe the fields of a head.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _LENGTH_BITS = layouts.BOX_BITS - layouts.MANTISSA_BITS
 
 
 def head_words(replaces: bool, normals: bool, uv: bool) -> int:
-    """Number of words of a short head."""
+    """Number of words of a short head (from version 4 on) with these optional fields."""
     return (
         layouts.HEAD_WORDS + layouts.REPLACED_WORDS * replaces + layouts.NORMAL_WORDS * normals + layouts.UV_WORDS * uv
     )

@@ -1,8 +1,8 @@
 """The layout of a geometry file, in 32-bit words, little endian. docs/scene-format.md explains it.
 
 The builder writes these words, and the kernels read them without conversion: a page has the same bytes on disk and on
-the device. Lengths are in object units, relative to the mesh's origin. Grid coordinates are integers; their step is a
-power of two, in object units.
+the device. Lengths and positions are in object units, and positions are relative to the mesh's origin. Grid coordinates
+are integers; their step is a power of two, in object units.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class DirectionalLight:
 
         Args:
             cameras: cameras of the frame.
-            bounds: (2, 3), a box around all objects that cast shadows.
+            bounds: (2, 3), a box in the world around all objects that cast shadows.
         """
         return [view for camera in cameras for view in self._cascades_of(camera, bounds)]
 
@@ -162,8 +162,8 @@ Light = DirectionalLight | SpotLight | PointLight
 
 
 def borders(near: float, far: float, count: int) -> list[float]:
-    """The distances at which `count` cascades begin and end, from near to far: a mix of uniform and logarithmic
-    spacing."""
+    """The `count` + 1 distances between which `count` cascades lie, from `near` to `far`: a mix of uniform and
+    logarithmic spacing."""
     if near >= far:
         return [near + (far if far > 0 else near) * k / count for k in range(count + 1)]
     shares = [k / count for k in range(count + 1)]

@@ -16,7 +16,8 @@ from rooftop.scene.materials import IMAGES, TABLE, Material
 
 
 def material_sections(materials: Sequence[Material]) -> list[tuple[bytes, bytes]]:
-    """Encode a table of materials as sections: names and bytes. Equal images are stored once."""
+    """Encode materials as sections, each a name and its content: the table and, if there are textures, the images.
+    Equal images are stored once."""
     images: dict[bytes, dict[str, Any]] = {}
     length, rows = 0, []
     for material in materials:
@@ -43,7 +44,7 @@ def read_materials(
 
     Args:
         sections: offset and length of each section of the file, by name.
-        numbers: the highest material number plus 1.
+        numbers: the mesh's highest material number plus 1.
 
     Raises:
         GeometryFileError: the table is invalid.

@@ -74,7 +74,7 @@ class Material:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the material leaves colours unchanged."""
+        """Whether the material is white without a texture, so that it does not change the colours of vertices."""
         return self.texture is None and self.color == (1.0, 1.0, 1.0)
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ Words = npt.NDArray[np.int32]
 
 
 def groups_in(page: Words) -> int:
-    """The number of groups in a page. Before version 4, the word PAGE_GROUPS contains nothing else."""
+    """The number of groups in a page. From version 4 on, the word PAGE_GROUPS contains other values too."""
     return int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
 
 
@@ -26,7 +26,7 @@ def groups_of(page: Words) -> Words:
 
 
 def page_head_words(page: Words, attributes: int) -> int:
-    """The number of words of a head in the page."""
+    """The number of words of each head in the page; all heads of a page have the same length."""
     if not attributes & layouts.SHORT_HEADS:
         return layouts.CLUSTER_WORDS
     replaces = bool(page[layouts.PAGE_GROUPS] & layouts.PAGE_REPLACES)

@@ -1,13 +1,15 @@
-"""Simplify groups of clusters to half their triangles, with fixed borders.
+"""Simplify each group of clusters to about half its triangles, without a change at its border with other groups.
 
-If another group also uses a vertex, the vertex's place is locked: all vertices at that place stay. The remaining
-triangles use vertices of the mesh; only parts that grew use moved copies of vertices. Errors are in steps of the grid.
+If several groups use a place (vertex position), the place is locked: all vertices at that place stay, unmoved. The
+remaining triangles use vertices of the mesh, except in small parts that grew (see `thinning`): these parts use moved
+copies of vertices. Errors are in steps of the grid.
 
 Several methods are tried until a group shrinks:
 
 1. with attributes; small parts inside the group become fewer and larger, if this has a smaller error (see `thinning`);
 2. with the attributes of a place merged into one vertex, if seams block everything, as in a mesh in which every face
-has its own vertices; 3. by merging the vertices in each cell of a grid, which ignores topology and materials.
+   has its own vertices;
+3. by merging the vertices in each cell of a grid, which ignores topology and materials.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ UV_EDGES = 0.25
 
 @dataclass(frozen=True)
 class Simplified:
-    """The remaining triangles of groups.
+    """The triangles that remain in each group after simplification.
 
     Attributes:
         corners: (T, 3) of all groups, group by group; a group that did not shrink has none.
@@ -76,7 +78,7 @@ def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.
         mesh: the mesh with the vertices.
         corners: (T, 3) of all groups, group by group.
         counts: (G,) number of triangles of each group.
-        locked: (V,) whether a vertex must stay.
+        locked: (V,) whether a vertex must be neither moved nor removed.
     """
     left: list[Corners] = []
     added: list[Added] = []

@@ -20,8 +20,13 @@ SPARE = 1 + 1e-5
 
 
 def around_points(points: npt.NDArray[Any], starts: Ints) -> Spheres:
-    """Compute a sphere (N, 4: centre and radius) around each row of points (P, 3); its centre is the middle of the
-    points' box."""
+    """Compute a sphere around each of N sets of points; return (N, 4): centre and radius. The centre is the middle of
+    the box around the set.
+
+    Args:
+        points: (P, 3), set by set.
+        starts: (N + 1,) start of each set in `points`, followed by P.
+    """
     if len(starts) == 1:
         return np.empty((0, 4), np.float32)
     centres = ((lowest(points, starts) + highest(points, starts)) / 2).astype(np.float32)
@@ -31,7 +36,12 @@ def around_points(points: npt.NDArray[Any], starts: Ints) -> Spheres:
 
 
 def around_spheres(spheres: Spheres, counts: Ints) -> Spheres:
-    """Compute a sphere around each row of spheres."""
+    """Compute a sphere around each of N sets of spheres; return (N, 4).
+
+    Args:
+        spheres: spheres (centre and radius), set by set.
+        counts: (N,) number of spheres of each set.
+    """
     starts = starts_of(counts)
     wide = spheres.astype(np.float64)
     centres, radii = wide[:, :3], wide[:, 3:]

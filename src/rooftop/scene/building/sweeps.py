@@ -2,12 +2,13 @@
 
 A corner whose vertex occurred before is stored as a reference: the distance of its vertex from the newest vertex. If
 triangles are visited along a sweep, a reference is at most the number of vertices along the sweep's front line: about
-ten vertices of eighty. All references of a cluster have as many bits as the longest reference needs: 4.3 bits on
-average, compared with 5.8 bits if triangles stay in the order in which the cluster grew.
+ten in a cluster of eighty vertices. All references of a cluster have as many bits as the longest reference needs: 4.3
+bits on average, compared with 5.8 bits if triangles stay in the order in which the cluster grew.
 
 A triangle is visited when the sweep reaches the last of its vertices. Triangles with the same last vertex follow one
-another counterclockwise around that vertex, as a fan. So each triangle of a fan except the first needs only one
-reference.
+another around that vertex, as a fan: first, counterclockwise, the triangles whose vertices all occurred in earlier fans
+(except the last vertex), then, clockwise, the others. In a fan, a triangle that shares an edge with the triangle before
+it and has no new vertex needs only one reference.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def swept(
     Args:
         points: positions of the clusters' vertices, cluster by cluster.
         triangles, members: (C,) number of triangles and of vertices of each cluster.
-        corners: (T, 3): indices among the cluster's vertices.
+        corners: (T, 3): for each corner, the index of its vertex among the vertices of the triangle's cluster.
     """
     first, starts = starts_of(members), starts_of(triangles)
     vertex_keys = np.empty((len(WAYS), len(points)), np.int64)

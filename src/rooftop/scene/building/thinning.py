@@ -4,10 +4,11 @@ Leaves, blades of grass or gravel cannot be simplified by merging vertices, beca
 such parts were removed, pictures from far away would lack the area that the parts cover. So one of two neighbours is
 removed, and the other grows until it has the area of both; a narrow part grows in width first. If parts hide each
 other, as in clumps of leaves, the result would cover too much. So the coverage of the group is sampled before and
-after. A part that grew has new vertices: copies of its old vertices at other positions. The error is approximately the
-part's width: once parts are narrower than a pixel, they look like one part that covers the same area.
+after, and the growth is corrected. A part that grew has new vertices: copies of its old vertices at other positions.
+The error is approximately the part's width: once parts are narrower than a pixel, they look like one part that covers
+the same area.
 
-Only *loose* parts are treated: parts that lie completely in one group and share no vertices with other groups.
+Only *loose* parts are treated: parts that lie completely in one group and share no vertex positions with other groups.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class LooseParts:
     Args:
         vertices: vertices of the mesh, which has several parts.
         corners: (T, 3) of the group.
-        locked: (V,) whether another group also uses a vertex.
+        locked: (V,) whether a vertex must stay, for example because another group also uses its position.
 
     Attributes:
         ids: (P,) numbers of the loose parts in the mesh, ascending.
@@ -153,7 +154,7 @@ class LooseParts:
         """Choose pairs of neighbours among the smallest parts, of one material if possible.
 
         Args:
-            most: approximate maximum number of triangles to remove.
+            most: approximate maximum number of triangles that the removed parts have together.
             error: largest allowed error of a pair.
         """
         shapes = self._shapes
@@ -178,24 +179,25 @@ class LooseParts:
         return Pairs(kept, gone, float(errors.max(initial=0.0)))
 
     def missing(self, left: Corners) -> float:
-        """The area of the removed parts, as a share of the area of all parts."""
+        """The area of the loose parts of which no triangle is in `left`, as a share of the area of all loose parts."""
         areas = self._shapes.areas
         there = np.zeros(len(self), bool)
         there[self._of(left)[0]] = True
         return float(areas[~there].sum() / max(areas.sum(), LEAST))
 
     def are_large(self, error: float) -> bool:
-        """Whether parts are so large, compared with this error, that simplification keeps nearly all of their area."""
+        """Whether every part is so wide that simplification with this error keeps nearly all of its area: half its
+        width is more than `LARGE_PARTS` times the error."""
         return float(self._shapes.widths.min()) > LARGE_PARTS * error
 
     def without(self, corners: Corners, pairs: Pairs) -> Corners:
-        """Drop the triangles of removed parts."""
+        """Drop the triangles of the parts `pairs.gone`."""
         gone = np.zeros(len(self) + 1, bool)  # the last entry stands for triangles that belong to no loose part
         gone[pairs.gone] = True
         return corners[~gone[self._numbers(corners)]]
 
     def remain(self, left: Corners) -> bool:
-        """Whether any triangle of a loose part is left."""
+        """Whether any triangle in `left` belongs to a loose part."""
         return bool((self._numbers(left) >= 0).any())
 
     def thinned(self, left: Corners, error: float, pairs: Pairs) -> Thinned:

@@ -1,8 +1,10 @@
 """Build the tree over the groups: eight children per node, the root first.
 
-The groups of a level are packed along Morton's curve, eight to a node; these nodes are packed in the same way, and so
-on. So each level has its own tree, as in Nanite. In a single tree over all levels, every node would have to be opened,
-because a node's error is the largest error of its groups. The roots of the levels are packed last.
+The groups of a level of detail are packed along Morton's curve, eight to a node; these nodes are packed in the same
+way, and so on. So each level of detail has its own tree, as in Nanite. The roots of these trees are packed in the same
+way, up to a single root. A node's error is the largest error of its groups, and culling visits the children of a node
+whose error is too large. If nodes mixed groups of all levels, the coarse groups would make nearly every error too
+large, so culling would visit nearly all nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def tree(leaves: Words, levels: Ints) -> tuple[Words, int]:
 
     Args:
         leaves: (G, CHILD_WORDS), the child entry of each group.
-        levels: (G,) level of each group.
+        levels: (G,) level of detail of each group.
     """
     nodes: list[Words] = []  # nodes in order of creation: children before their parents
     roots = []
@@ -78,7 +80,13 @@ def _packed(items: Words, nodes: list[Words]) -> Words:
 
 
 def set_box(children: Words, low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> None:
-    """Write boxes, rounded outwards to float32."""
+    """Write boxes into child entries, as centre and half size in float32, rounded such that they still enclose
+    everything.
+
+    Args:
+        children: (N, CHILD_WORDS) the entries.
+        low, high: (N, 3) lowest and highest corner of each box.
+    """
     reals = children.view(np.float32)
     center = ((low + high) / 2).astype(np.float32)
     half = np.maximum(high - center, center - low).astype(np.float32)

@@ -1,6 +1,8 @@
-"""Merge equal vertices and remove duplicate faces, on all cores, in memory that is small compared with the mesh.
+"""Merge equal vertices and remove duplicate faces, on all cores.
 
-Rows are divided by a hash of their contents. So equal rows are in the same part, and each part is processed separately.
+Rows are divided into parts by a hash of their contents. So equal rows are in the same part, and each part is processed
+separately, by one worker. A worker needs memory only for its part. The arrays that workers share take about as much
+memory as the mesh.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def weld(
 
     Args:
         places: (V, 3) positions of vertices.
-        rows: (V, K) positions with all attributes; None without attributes.
+        rows: (V, K) position and all attributes of each vertex; None if the mesh has no attributes.
         faces: (F, 3).
         workers: the processes that share the work.
     """

@@ -82,7 +82,7 @@ class Workers:
             work: called in a forked process, so its changes to data are lost, except in `shared` arrays.
             items: arguments of `work`, in order.
             what: the current activity, for messages.
-            done: called with the number of each item whose result has arrived.
+            done: called with the index of each item whose result has arrived.
             before: stages that run before `work`. Each stage ends in all workers before the next begins. Results of
                 these stages are dropped.
 
@@ -167,7 +167,8 @@ class Team:
         self.forget()
 
     def learn(self, calls: Sequence[Call]) -> None:
-        """Add functions that later runs will call, before the first run."""
+        """Add functions that later runs will call. Call `learn` before the first run, because running processes cannot
+        learn functions."""
         self._calls += calls
 
     def forget(self) -> None:
@@ -184,11 +185,12 @@ class Team:
 
         Args:
             work: called with the state and an item.
-            state: sent to the running processes; arrays keep their layout. The state must not be modified.
+            state: sent to the processes that are running already; its arrays keep their order in memory (C or Fortran).
+                `work` must not modify the state.
             items, what, done, before: as in `Workers.run`.
 
         Raises:
-            Exception, BuildError: as in `Workers.run`. All processes are then ended.
+            Exception, BuildError: as in `Workers.run`. After an exception, all processes of the team are ended.
         """
         stages = [*before, (work, items)]
         count = min(self.count, max(len(each) for _, each in stages))

@@ -45,8 +45,8 @@ def write(
 
     Args:
         file: the output file, written from its beginning. Workers also open this file, by its name.
-        hierarchy: the clusters and groups to write. The clusters' sources are renumbered in-place, and the streams are
-            removed.
+        hierarchy: the clusters and groups to write. Two things change in-place: a cluster's source (the group that it
+            replaces) becomes the group's number in the file, and `streams` is emptied.
         step: step of the grid, in object units.
         meta: the file's metadata.
         more: additional sections.

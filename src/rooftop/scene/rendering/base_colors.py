@@ -1,4 +1,5 @@
-"""Before stage 5: compute the base colour of each pixel, if base colours are requested or meshes have materials.
+"""Before stage 5: compute the base colour of each pixel, if "base_color" is requested, or "color" in a scene with
+materials.
 
 This is a separate kernel, so that scenes without materials do not pay for texture filtering. Compiled for sm_90,
 this kernel needs 32 bytes of stack, while the base pass needs none.

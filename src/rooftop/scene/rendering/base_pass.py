@@ -51,7 +51,7 @@ def to_world(resident: Resident, instance: wp.int32, normal: wp.vec3):
 
 @wp.func
 def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """A vector along the normal of a triangle; 0 if the triangle has no area."""
+    """A vector, of any length, along the normal of a triangle; 0 if the triangle has no area."""
     longest = longest_side(a, b, c)
     if longest == 0.0:
         return wp.vec3()

@@ -54,7 +54,8 @@ class Canvas:
 
     @cached_property
     def tiled_texels(self) -> int:
-        """Number of threads for the cameras' pixels: whole squares of 16 x 16 threads if `same` is not 0."""
+        """Number of threads for the cameras' pixels: whole squares of 16 x 16 threads if `same` is not 0; if it is 0,
+        one thread for each pixel."""
         return self._squares * 256 if self.same else self.camera_texels
 
     @property
@@ -66,8 +67,8 @@ class Canvas:
 
     @cached_property
     def same(self) -> int:
-        """Texels of a camera's view if all cameras have the same size. 0 if the sizes differ, or if squares of 16 x 16
-        threads would be more than MOST_THREADS threads."""
+        """Number of texels of one camera's view if all cameras have the same size. 0 if the sizes differ, or if the
+        squares of 16 x 16 threads that cover all cameras' views would have more than MOST_THREADS threads."""
         first, *others = self.sizes[: self.cameras] or ((0, 0),)
         is_same = all(size == first for size in others) and self._squares * 256 <= MOST_THREADS
         return first[0] * first[1] if is_same else 0
@@ -80,17 +81,19 @@ class Canvas:
 
     @cached_property
     def levels(self) -> int:
-        """The maximum number of hierarchical z levels of the cameras."""
+        """Number of hierarchical z levels of the camera that has the most levels."""
         return max(map(levels_of, self.sizes[: self.cameras]), default=1)
 
     @property
     def hzb_steps(self) -> list[tuple[int, int]]:
-        """The levels that each launch computes: a level and, if there is one, the next level."""
+        """For each launch, the pair of levels that it computes: a level and the next one; the last level twice if there
+        is no next level."""
         return [(level, min(level + 1, self.levels - 1)) for level in range(1, self.levels, 2)]
 
     @cached_property
     def hzb_at(self) -> Ints:
-        """The start of each level of each camera's view, (cameras, MOST_LEVELS); 0 for level 0 and missing levels."""
+        """Where each level of each camera's view begins in `Frame.hzb`: indices (cameras, MOST_LEVELS). Level 0 and
+        levels that a view lacks are not stored there, and have 0."""
         table, at = np.zeros((self.cameras, MOST_LEVELS), np.int32), 0
         for view, size in enumerate(self.sizes[: self.cameras]):
             for level in range(1, levels_of(size)):

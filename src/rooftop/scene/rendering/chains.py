@@ -99,7 +99,7 @@ class Chains:
         self._settled = self._depths
 
     def forget_graphs(self) -> None:
-        """Drop captured graphs and packed launches, because their addresses are no longer valid."""
+        """Drop captured graphs and packed launches; to be called when the scene's tensors have new addresses."""
         for chain in self._chains.values():
             chain.memory.graphs.clear()
             chain.memory.launches.clear()

@@ -45,12 +45,13 @@ def real(word: wp.int32):
 
 @wp.func_native("return static_cast<const int*>(words.data)[at];")
 def word_at(words: wp.array(dtype=wp.int32), at: wp.int64) -> wp.int32:
-    """Read a word of the pages. `words[at]` would convert the index to int32, but pages may take more than 8 GiB."""
+    """Read a word of the pages. `words[at]` would convert the index to int32, but there may be 2^31 words (8 GiB) or
+    more."""
 
 
 @wp.func
 def bits(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp.int32):
-    """Read `count` bits (at most 32) that begin `bit` bits after the start of a word."""
+    """Read `count` bits (at most 32) that begin `bit` bits after the start of word `at`."""
     word = at + wp.int64(bit >> 5)
     both = wp.uint64(wp.uint32(word_at(words, word))) | (
         wp.uint64(wp.uint32(word_at(words, word + wp.int64(1)))) << wp.uint64(32)
@@ -76,7 +77,7 @@ def bit_length(number: wp.int32):
 
 @wp.struct
 class Head:
-    """The head of a cluster in a page."""
+    """Where the head of a cluster is, and which form it has."""
 
     at: wp.int64  # index of the head's first word
     words: wp.int32  # number of words of the head; 0 in a page before version 4
@@ -138,7 +139,7 @@ def head_of(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32)
 
 @wp.func
 def head_word(resident: Resident, head: Head, old: wp.int32, short: wp.int32):
-    """Read a word of a head, given its position in old heads (before version 4) and in short heads."""
+    """Read a word of a head, given the word's index in an old head (before version 4) and in a short head."""
     return word_at(resident.words, head.at + wp.int64(wp.where(head.words == 0, old, short)))
 
 
@@ -273,7 +274,7 @@ def read_attributes(resident: Resident, mesh: wp.int32, cluster: Cluster, at: wp
 
 @wp.func
 def mask_words(kind: wp.int32):
-    """The number of mask words of a cluster."""
+    """The number of words of a cluster's masks, which depends on the cluster's kind (`Cluster.kind`)."""
     return wp.where(kind == FANS_AND_EXPLICIT, NEW_WORDS + EXPLICIT_WORDS, NEW_WORDS)
 
 

@@ -26,7 +26,8 @@ def compiled(source: str, name: str, device: torch.device) -> cuda.Kernel:
 
 
 def blocks_on(device: torch.device, of_a_multiprocessor: int) -> int:
-    """Number of blocks of a launch that process a list together; one on the CPU, where tests run kernels."""
+    """Number of blocks of a launch whose blocks share the items of a list: `of_a_multiprocessor` for each
+    multiprocessor of the GPU, or one block on the CPU, where tests run kernels."""
     if device.type != "cuda":
         return 1
     return of_a_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count

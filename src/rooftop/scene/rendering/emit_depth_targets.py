@@ -69,8 +69,8 @@ def ray(views: Views, place: wp.vec3i):
 
 @wp.func
 def longest_side(a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """Approximate length of the longer of two sides of a triangle. Division by this length keeps products of four
-    lengths within the range of float32."""
+    """Approximate length of the longer of the two sides of a triangle that meet at `a`. Division by this length keeps
+    products of four lengths within the range of float32."""
     return wp.max(wp.max(wp.abs(b - a)), wp.max(wp.abs(c - a)))
 
 
@@ -86,8 +86,8 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     """Barycentric coordinates of the intersection of a pixel's ray with the plane of a triangle of the view, clamped to
     the triangle.
 
-    Coordinates are relative to the first corner. So the differences between the corners stay accurate, even if the
-    triangle is small and far away.
+    The computation uses positions relative to the first corner. So the differences between the corners stay accurate,
+    even if the triangle is small and far away.
     """
     direction = ray(views, place)
     longest = longest_side(a, b, c)

@@ -34,8 +34,8 @@ COUNT, FRAME, FRAMED = (wp.constant(column) for column in range(3))
 
 @wp.func
 def keep_place(resident: Resident, frame: wp.int32, framed: wp.int32, row: wp.int32):
-    """Store the current transform of an instance as its previous one, unless an earlier update for this frame did
-    so."""
+    """Store the current transform of an instance as its previous one, unless an earlier update for this frame did so.
+    An instance that is new in this frame (number `framed` or higher) gets no previous transform."""
     if row >= framed:
         resident.instance_moved[row] = -1
     elif resident.instance_moved[row] != frame:
@@ -96,8 +96,8 @@ def composed(
     j: wp.int32,
     element: wp.int32,
 ):
-    """An element of the matrix product second[j] first[i], in float64, so that it stays accurate for objects that are
-    far from the world's origin and near the camera."""
+    """Compute one element (0 to 11) of the 3 x 4 matrix product second[j] first[i]. The sum is computed in float64, so
+    that the result is accurate for objects that are far from the world's origin and near the camera."""
     at = element & 12  # the first element of the same row
     column = element & 3
     total = wp.float64(0.0)
@@ -112,8 +112,9 @@ def composed(
 def place_instances(
     resident: Resident, views: Views, views_before: Views, frame: Frame, pairs: wp.int32, stride: wp.int32
 ):
-    """Compute `frame.to_view` and `frame.before` of each pair. A thread computes one of the 12 elements, so that
-    neighbouring threads access the same cache lines. `stride` is a multiple of 12."""
+    """Compute `frame.to_view` and `frame.before` of each pair. A thread computes the same one of the 12 elements of
+    every matrix that it processes, so that neighbouring threads access the same cache lines. `stride` is a multiple of
+    12."""
     element = wp.tid() % 12
     for pair in range(wp.tid() // 12, pairs, stride // 12):
         view = pair // frame.instances

@@ -29,7 +29,8 @@ def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), 
 
 @wp.func
 def append_node(frame: Frame, second: wp.int32, level: wp.int32, item: wp.int64):
-    """Append to the nodes of a tree level. Even and odd levels use the two rows of `frame.nodes`."""
+    """Append an entry to the list of nodes of a tree level. Lists of even levels are in row 0 of `frame.nodes`, lists
+    of odd levels in row 1."""
     at = wp.atomic_add(frame.counters, second * PASS + LEVEL + level, 1)
     if at < frame.nodes.shape[1]:
         frame.nodes[level & 1, at] = item
@@ -79,7 +80,7 @@ def mesh_center(resident: Resident, mesh: wp.int32):
 
 @wp.func
 def mesh_half(resident: Resident, mesh: wp.int32):
-    """Half the size of a mesh's box."""
+    """Half the size of a mesh's box along each axis, in the mesh's units."""
     return wp.vec3(resident.mesh_box[mesh, 3], resident.mesh_box[mesh, 4], resident.mesh_box[mesh, 5])
 
 

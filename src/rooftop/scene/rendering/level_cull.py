@@ -3,8 +3,8 @@ host.
 
 A cluster is drawn if its own error is small enough and its parent error (the error of the coarser clusters that replace
 it) is too large. So every part of the surface is drawn at exactly one level. The traversal of the tree finds the groups
-whose parent error is too large. The first pass sets aside items that were hidden in the previous frame, and the second
-pass tests these items again.
+whose parent error is too large. The first pass sets aside items that are behind the surfaces of the previous frame, and
+the second pass tests these items again.
 """
 
 import warp as wp
@@ -62,7 +62,7 @@ SHOWN, HIDDEN, UNSEEN = wp.constant(0), wp.constant(1), wp.constant(2)
 
 @wp.func
 def three(nodes: wp.array3d(dtype=wp.int32), node: wp.int32, slot: wp.int32, first: wp.int32):
-    """Read three consecutive float32 values of a child entry."""
+    """Read three consecutive float32 values of a child entry, from its word `first` on."""
     return wp.vec3(
         real(nodes[node, slot, first]), real(nodes[node, slot, first + 1]), real(nodes[node, slot, first + 2])
     )
@@ -78,7 +78,8 @@ def pixels_off(
     radius: wp.float32,
     error: wp.float32,
 ):
-    """Convert an error in the mesh's units to pixels, for a surface that lies in the given sphere."""
+    """Convert an error in the mesh's units to pixels, for a surface that lies in the given sphere (also in the
+    mesh's units)."""
     scale = wp.abs(resident.instance_scale[pair % frame.instances])
     at = transformed(frame.to_view, pair, center)
     return error_on_screen(views, pair // frame.instances, at, radius, error, scale)
@@ -188,7 +189,7 @@ def low_corner(resident: Resident, head: Head, step: wp.float32):
 
 @wp.func
 def half_extent(resident: Resident, head: Head, step: wp.float32):
-    """Half the size of a cluster's box."""
+    """Half the size of a cluster's box along each axis, in the mesh's units."""
     return (
         0.5
         * step
@@ -202,8 +203,8 @@ def half_extent(resident: Resident, head: Head, step: wp.float32):
 
 @wp.func
 def cluster_too_coarse(resident: Resident, views: Views, frame: Frame, pair: wp.int32, head: Head):
-    """Whether the finer clusters that a cluster replaces must be drawn instead. Clusters whose heads store no error
-    belong to the finest level."""
+    """Whether the cluster's error is too large, so that the finer clusters that it replaces must be drawn instead of
+    it. A cluster whose head stores no error belongs to the finest level, and is never too coarse."""
     if not head.replaces:
         return False
     center = wp.vec3(

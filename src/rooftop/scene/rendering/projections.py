@@ -29,7 +29,8 @@ ROUNDING = wp.constant(1e-6)
 
 @wp.func
 def view_at(views: Views, texel: wp.int32):
-    """The view that contains a pixel. If all cameras have the same size, the pixel must belong to a camera."""
+    """The view that contains a pixel. If all cameras have the same size, the pixel must belong to a camera, not to
+    a shadow map."""
     if views.same > 0:
         return texel // views.same
     low = wp.int32(0)
@@ -124,8 +125,9 @@ def error_on_screen(
     """An upper bound of the error, in pixels, of the visible surface within a sphere; `center` is in the view's
     coordinates.
 
-    An error e at depth z moves a point by at most f e / (z cos(angle)). The sphere's least depth and largest angle
-    give an upper bound.
+    With the focal length f in pixels, an error e at depth z moves a point on the screen by at most f e / (z cos(angle))
+    pixels, where `angle` is between the ray to the point and the axis. The least depth and the largest angle of points
+    in the sphere give an upper bound.
     """
     focal = wp.max(views.lens[view, LENS_FX], views.lens[view, LENS_FY])
     reach = radius * scale

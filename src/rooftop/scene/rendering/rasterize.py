@@ -108,7 +108,8 @@ def fixed(pixels: wp.float32):
 
 @wp.func
 def linear_depth(views: Views, view: wp.int32, point: wp.vec3):
-    """A value that is linear on the screen: near / z, or z itself for parallel rays."""
+    """A value that changes linearly across a triangle on the screen: near / z, or z itself for parallel rays, where z
+    is the point's depth."""
     if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
         return point[2]
     return views.lens[view, LENS_NEAR] / point[2]
@@ -116,7 +117,7 @@ def linear_depth(views: Views, view: wp.int32, point: wp.vec3):
 
 @wp.func
 def nearness(views: Views, view: wp.int32, linear: wp.float32):
-    """The distance of the near plane divided by the depth, at most 1."""
+    """The distance of the near plane divided by the depth, at most 1, from a value of `linear_depth`."""
     if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
         return wp.min(views.lens[view, LENS_NEAR] / linear, 1.0)
     return wp.min(linear, 1.0)
@@ -296,8 +297,8 @@ def narrow(point: wp.vec3d):
 
 @wp.kernel
 def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32, one_sided: wp.int32, stride: wp.int32):
-    """Clip large triangles where they are too near or extend too far, and append the resulting triangles to the
-    pieces."""
+    """Clip large triangles at the near plane and GUARD pixels away from the view's axis, and append the resulting
+    triangles to the pieces."""
     count = wp.min(frame.counters[second * PASS + LARGE], frame.large.shape[0])
     for i in range(wp.tid(), count, stride):
         at = wp.int32(frame.large[i] >> TRIANGLE_SHIFT)
@@ -401,7 +402,8 @@ def edge_tie(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32):
 
 @wp.func
 def misses(frame: Frame, piece: wp.int32, x: wp.int64, y: wp.int64, side: wp.int64):
-    """Whether a square of points that begins at (x, y) is completely outside one edge of a piece."""
+    """Whether a square with its lowest corner at (x, y) is completely outside one edge of a piece. `x`, `y` and `side`
+    are fixed point, like a piece's corners."""
     for start in range(3):
         end = (start + 1) % 3
         best = wp.max(

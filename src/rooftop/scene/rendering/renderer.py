@@ -140,7 +140,7 @@ class Renderer:
 
         Raises:
             ValueError: an output or the cameras are invalid, or pictures or lists would be too large.
-            GeometryFileError: a page that a frame loads is missing or damaged; the message names the page.
+            GeometryFileError: a page that a frame loads cannot be read or is damaged; the message names the page.
         """
         views = checked_cameras(cameras)
         width, height = same_size(views)
@@ -281,7 +281,7 @@ class Renderer:
 
         Raises:
             ValueError: the cameras are invalid, or lists would be too large.
-            GeometryFileError: a page that has been loaded since the last call is missing or damaged.
+            GeometryFileError: a page that has been loaded since the last call cannot be read or is damaged.
         """
         views = checked_cameras(cameras)
         if not views:

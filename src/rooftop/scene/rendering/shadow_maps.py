@@ -1,7 +1,8 @@
 """The shadow maps of a scene's lights: choose the maps that a frame must draw, and own the memory of all maps.
 
-A map is not redrawn while its view, its casters and the allowed error stay the same. All other maps are drawn by the
-first three stages together with the pictures, as views without a previous frame.
+A map is not redrawn while its view, the instances that cast shadows into it, and the allowed error stay the same. The
+first three stages draw all other maps, as views without a previous frame: the first batch of maps in the same launches
+as the cameras' views, later batches in launches of their own.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def on_map(lights: Lights, number: wp.int32, at: wp.vec3):
 
 @wp.func
 def texel_size(lights: Lights, number: wp.int32, at: wp.vec3):
-    """Size of a texel at a point, in world units."""
+    """Size of a texel of a map, in world units, at the depth of a point in the map's view."""
     over = wp.where(lights.lens[number, LENS_ORTHOGRAPHIC] > 0.0, 1.0, at[2])
     return over / wp.min(lights.lens[number, LENS_FX], lights.lens[number, LENS_FY])
 
@@ -91,8 +91,7 @@ def texel_size(lights: Lights, number: wp.int32, at: wp.vec3):
 @wp.func
 def slope_of(lights: Lights, number: wp.int32, normal: wp.vec3):
     """The slope of a plane on a map: the sine of the angle between its normal and the map's axis. If a point of the
-    plane moves by 1 unit across the map, its distance from the plane becomes at most this slope. For a
-    plane with the normal n through a point P, the depth along a ray w is n P / (n w), where w is linear in texels."""
+    plane moves by 1 unit at right angles to this axis, its distance from the plane becomes at most this slope."""
     along = wp.float32(0.0)
     for axis in range(3):
         along += wp.float32(lights.from_world[number, 8 + axis]) * normal[axis]

@@ -130,7 +130,7 @@ def slopes_of(
 
 @wp.func
 def within(place: wp.float32, wrap: wp.int32):
-    """Wrap a coordinate into 0..1."""
+    """Wrap a texture coordinate into 0..1: repeat, mirror or clamp it, as `wrap` says."""
     if wrap == REPEAT:
         return place - wp.floor(place)
     if wrap == MIRROR:

@@ -153,8 +153,8 @@ def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.
 
 @wp.func
 def masks_fit(words: wp.array(dtype=wp.int32), masks: wp.int64, sizes: Sizes):
-    """Whether the masks count as many vertices and references as the head states. If these numbers are equal, no
-    reference points outside the stream.
+    """Whether the masks count as many vertices and references as the head states. If they do, no look-up of a
+    reference leaves the stream of references.
     """
     ones = wp.int32(0)
     twos = wp.int32(0)
@@ -280,7 +280,7 @@ def admit_pages(
     which keeps the highest such value.
 
     LANES threads check a page together. Each thread adds its vote to the page's element of `votes`. The thread that
-    votes last decides, and resets the element to 0. Rows without a page are skipped.
+    votes last decides, and resets the element to 0. Rows of `arriving` without a page are skipped.
     """
     k = wp.tid() // LANES
     page = arriving[k, PAGE]
