@@ -110,7 +110,7 @@ class Recording:
         self.notes: list[str] = []
         self.rank_row: RankRow | None = None
         self._device, self._ceilings = device, ceilings
-        self._measures = False  # whether the ceilings are this machine's
+        self._measures = False  # whether this recording gets the ceilings itself, because the caller gave none
         self._name, self._trace = name, trace
         self._finder = StepFinder(self) if find_steps else None
         self._one_of_ranks = one_of_ranks
@@ -500,8 +500,8 @@ class Recording:
 
     @property
     def _needed(self) -> int:
-        """Number of steps that a complete recording needs. Without an optimizer, the first two steps are watched as one
-        step.
+        """Number of steps that a complete recording needs. Without an optimizer, the first stage takes two of the
+        program's steps, so one more is needed.
         """
         planned = self._planned_where(self._runs_compiled)
         undecided = planned[0].name == "whole" and self._finder is not None and self._finder.level != Level.OPTIMIZER

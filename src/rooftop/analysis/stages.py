@@ -99,7 +99,8 @@ def steps_needed(planned: Sequence[Stage]) -> int:
 
 @dataclass(frozen=True)
 class Lap:
-    """One step, timed by the host's clock: its number (from 1), stage, time in ms, and module and backward calls."""
+    """One step, timed by the host's clock: its number (from 1), stage, time in ms, and the numbers of module and of
+    backward calls."""
 
     number: int
     stage: str

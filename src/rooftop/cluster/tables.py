@@ -276,7 +276,8 @@ def with_items(items: Sequence[Item], results: Any) -> Any:
 
 
 def _column(values: list[Any], kind: Any) -> Any:
-    """Convert values to a type without loss. For an integer type, 2.0 is converted, but 1.5 and "2" are refused.
+    """Convert values to a type. Only fractions may be rounded. For an integer type, 2.0 is converted, but 1.5 and "2"
+    are refused.
 
     Raises:
         ArrowException, ValueError, TypeError, OverflowError: pyarrow refuses the values, or their type may not become

@@ -82,7 +82,7 @@ class ExpressionPlan:
 
     @cached_property
     def elements_in_registers(self) -> ElementProgram:
-        """The program for a GPU, whose registers have 32 bits."""
+        """The program for a GPU kernel: 8- and 16-bit integers are computed in int32, since registers have 32 bits."""
         narrow = self.dtype in (torch.uint8, torch.int8, torch.int16)
         return self._elements(torch.int32 if narrow else self.dtype, for_kernel=True)
 

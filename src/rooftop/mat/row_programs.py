@@ -200,7 +200,7 @@ class _Writer:
         self.program.steps.append((function, places, numbers, out))
 
     def copied(self, place: int, dtype: torch.dtype) -> int:
-        """Copy numbers to a scratch register of a dtype."""
+        """Add a step that converts numbers to a dtype. Return the scratch register that will hold them."""
         room = self.room(dtype)
         self.step(Tensor.copy_, room, place)
         return room

@@ -96,7 +96,8 @@ class _Broken(Exception):
 
 
 class _Part(NamedTuple):
-    """The part of a track between two positions: the last samples of a frame, or silence if there is no frame."""
+    """The part of a track between two positions: the last samples of a frame, whose first samples may belong to the
+    part before, or silence if there is no frame."""
 
     first: int
     end: int

@@ -83,7 +83,7 @@ def _is_copied(module: nn.Module) -> bool:
 
 
 class _Copied:
-    """The forward of a convolution with a channels-last copy of its weight."""
+    """The forward of a convolution: each call copies the weight to channels last, and convolves with the copy."""
 
     def __init__(self, module: nn.Conv2d) -> None:
         self.module = module

@@ -50,7 +50,7 @@ What to do if a stage is the slowest:
     "values",
     multiple=True,
     metavar="SECTION.NAME=VALUE",
-    help="Change one value of the recipe: run.batch, run.precision, augment.*, loading.*.",
+    help="Change one value of the recipe. run.*, augment.* and loading.* affect the measurement.",
 )
 @click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: the GPU if there is one]")
 @click.option(

@@ -27,7 +27,8 @@ from rooftop.cli.outputs import json_option
 )  # fmt: skip
 @click.option(
     "--workers", type=click.IntRange(min=1), metavar="N",
-    help="Number of parallel processes. The file is the same for any number.  [default: one per core]",
+    help="Number of parallel processes. The file is the same for any number.  [default: one per core, but at most one "
+    "per 20,000 faces]",
 )  # fmt: skip
 @click.option(
     "--lock-borders", is_flag=True,

@@ -234,7 +234,7 @@ def command() -> None:
 @click.option(
     "--use-torch-fsdp2",
     is_flag=True,
-    help="Shard weights and optimizer state over data parallel ranks, to save memory.",
+    help="Shard weights, gradients and optimizer state over data and context parallel ranks, to save memory.",
 )
 @size(
     "--pipeline-parallel-size", default=1, show_default=True, help="Number of ranks that divide the layers among them."
@@ -286,8 +286,8 @@ def command() -> None:
 @path(
     "--load",
     metavar="DIR",
-    help="Resume from the last checkpoint in DIR, in any layout. If DIR is also --save and still empty, start "
-    "from step 1.",
+    help="Resume from the last checkpoint in DIR. The ranks may be divided in another way than before. If DIR is also "
+    "--save and still empty, start from step 1.",
 )
 @path(
     "--init-from",

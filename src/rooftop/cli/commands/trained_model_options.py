@@ -49,7 +49,7 @@ dtype_option = click.option(
 )
 
 skip_option = click.option(
-    "--skip-unreadable", is_flag=True, help="Skip photographs that cannot be read, and list them at the end."
+    "--skip-unreadable", is_flag=True, help="Skip photographs that cannot be read, and name them on stderr."
 )
 
 

@@ -85,7 +85,7 @@ class Geometry(NamedTuple):
 
     @property
     def out(self) -> tuple[int, int]:
-        """(number of lines of the result, number of pixels per line); negative if the window does not fit."""
+        """(number of lines of the result, number of pixels per line); 0 or negative if the window does not fit."""
         sides = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
         height, width = (_windows(*side, self.ceil) for side in sides)
         return height, width

@@ -524,7 +524,7 @@ def add(input: Tensor, other: Argument, *, alpha: Number = 1) -> Tensor:
 @repeated
 @recorded_whole
 def axpy(a: Argument, x: Tensor, y: Argument) -> Tensor:
-    """a * x + y, broadcast, rounded once; `a` is a number or a tensor."""
+    """a * x + y, broadcast; `a` is a number or a tensor. Half precision is rounded once, at the end."""
     return _AXPY(x, y, a)
 
 

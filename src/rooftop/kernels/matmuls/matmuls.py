@@ -355,8 +355,8 @@ MOST_KNOWN = 4096
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `torch.nn.functional.linear` computes the whole call with less work for the host. That is so if the plan
-    is cuBLAS, rows are aligned, and no bias needs a gradient. (A kernel sums the gradient of a bias faster.) The
-    function never raises an error.
+    is cuBLAS, rows are aligned, and no bias needs a gradient. (A kernel sums the gradient of a bias faster.) Errors
+    are those of `linear_act_plan`.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if INTERPRETED or not all(isinstance(t, Tensor) and t.is_cuda and t.layout == torch.strided for t in tensors):

@@ -207,7 +207,7 @@ class ConvLstmGates(NamedTuple):
 
 
 class ConvLstmGatesBackward(NamedTuple):
-    """The gradients (dgates, dcell) of `ConvLstmGates`, in the memory format of the gates."""
+    """The backward operator of `ConvLstmGates`: it computes (dgates, dcell), in the memory format of the gates."""
 
     dhidden: Tensor
     dnext_cell: Tensor

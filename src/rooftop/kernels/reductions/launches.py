@@ -70,7 +70,7 @@ def reduce_into(out: Tensor, x: Tensor, kind: str, dims: Sequence[int]) -> None:
 
 
 def backward(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """Compute the gradient dx in place. The memory of dx has no gaps."""
+    """Compute the gradient into `dx`, whose previous contents are not read. The memory of dx has no gaps."""
     require_triton()
     x = x if same_layout(x, dx) else torch.empty_like(dx).copy_(x)
     dy, y = dy.contiguous(), y.contiguous()

@@ -367,7 +367,7 @@ def _shared(value, result, share, KIND: tl.constexpr):
     if KIND == NORM_INF:
         return tl.where(tl.abs(value) == result, _sign(value) * share, 0.0)
     else:
-        # if the extreme is NaN, no element equals it, `share` is NaN, and so is the gradient
+        # if the extreme is NaN, no element equals it, so `share` is not finite, and 0.0 * share is NaN
         return tl.where(value == result, share, 0.0 * share)
 
 

@@ -391,7 +391,8 @@ class _Room:
         return cls((low + high) / 2, (high - low) / 2, radius, parts, np.maximum(most - least, (high - low) / 2))
 
     def covered(self, side: int, *triangles: npt.NDArray[Any]) -> int:
-        """Number of samples that triangles (T, 3, 3) of the group cover."""
+        """Draw the group's triangles (T, 3, 3) from several sides; return how many samples of these pictures they
+        cover."""
         return _covered(np.concatenate(triangles), self.middle - self.half, self.middle + self.half, side)
 
     def holds(self, points: Floats) -> Floats:

@@ -224,7 +224,8 @@ def _page(
     hierarchy: Hierarchy, groups: Ints, counts: Ints, first_group: int, clusters: Ints, first_cluster: int,
     has: tuple[bool, bool],
 ) -> Words:  # fmt: skip
-    """Build the words of a page without the streams. `has` says whether the mesh has normals, and whether it has uv."""
+    """Build the 32-bit words of a page. Those of the streams stay 0. `has` says whether the mesh has normals, and
+    whether it has uv."""
     lengths = hierarchy.lengths[clusters]
     rows = hierarchy.heads[clusters]
     replaces = bool(_replaces(rows).any())

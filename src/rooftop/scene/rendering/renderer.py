@@ -277,7 +277,7 @@ class Renderer:
         current frame keeps its pages. Without `pool_bytes` this does nothing.
 
         Args:
-            cameras: cameras of any sizes, the nearest in time first.
+            cameras: cameras of any sizes, in any order. Pages with the largest error in pixels are loaded first.
 
         Raises:
             ValueError: the cameras are invalid, or lists would be too large.

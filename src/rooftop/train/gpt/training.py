@@ -340,7 +340,7 @@ class GptTraining:
             raise ValueError(f"fully_shard (--use-torch-fsdp2) cannot be combined with {what}: leave out one of them")
 
     def _check_context(self, layout: Layout) -> None:
-        """Raise ValueError for options that context parallel ranks do not support."""
+        """Raise ValueError for options that context parallel ranks do not support, or that need such ranks."""
         if layout.cp == 1:
             if self.near is not None or self.transport is not None:
                 raise ValueError(

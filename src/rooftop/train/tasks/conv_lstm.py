@@ -151,7 +151,7 @@ def errors(model: nn.Module, videos: Tensor) -> dict[str, Tensor]:
     expected, copied = (videos[:, 1:], videos[:, :-1]) if every else (videos[:, -1], videos[:, -2])
     if every:
         entropy = {"BCE": F.binary_cross_entropy_with_logits(logits, expected, reduction="none")}
-        # autocast supports binary cross entropy of logits, but not of probabilities
+        # on a GPU, autocast refuses binary cross entropy of probabilities, but not of logits
         squeezed = copied.clamp(LEAST, MOST).logit()
         copying = F.binary_cross_entropy_with_logits(squeezed, expected, reduction="none")
     else:
