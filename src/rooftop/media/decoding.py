@@ -188,7 +188,7 @@ class Decoder:
         self._first_place = self.start_ticks  # tick of the first frame, if packets have positions but no times
         self._whole = True  # no seek yet, so packets can be counted
         self._keys: list[int] = []  # ticks of key frames that were sent to the decoder
-        # whether a frame's time was missing or not later than the last; ticks of packets then differ from those of frames
+        # whether a frame's time was missing or not later than the last; packets then have other ticks than frames
         self._went_back = False
         self._missing = False  # whether the decoder returned no frame for some of the last packets
 
