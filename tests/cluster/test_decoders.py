@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rooftop.cluster import decoders as decoders_module
 from rooftop.cluster import map_items
+from rooftop.cluster import slots as slots_module
 from rooftop.cluster.decoders import Decoders
 from rooftop.cluster.items import Item
 from rooftop.cluster.tables import Failure
@@ -115,7 +116,7 @@ def test_views_arrive_with_their_values(change: Callable[[Tensor], Tensor]) -> N
 
 def test_a_tensor_larger_than_the_shared_memory_comes_by_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("COPIED_BYTES", "LENT_BYTES"):
-        monkeypatch.setattr(decoders_module, name, 4096)
+        monkeypatch.setattr(slots_module, name, 4096)
     with decoding(lambda item: torch.full((int(item.input) * 200,), 3.0), 20) as made:
         found = made.take(20)
     assert [each.value.sum().item() for each in found] == [600.0 * number for number in range(20)]
@@ -124,13 +125,13 @@ def test_a_tensor_larger_than_the_shared_memory_comes_by_the_pipe(monkeypatch: p
 def test_tensors_are_the_shared_memory_until_they_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots whose tensors are kept are never written again; without a free slot, tensors are copied."""
     lent: list[int] = []
-    lend = decoders_module._Arena.lend
+    lend = slots_module.Arena.lend
     monkeypatch.setattr(
-        decoders_module._Arena, "lend", lambda arena, slot, *rest: (lent.append(slot), lend(arena, slot, *rest))[1]
+        slots_module.Arena, "lend", lambda arena, slot, *rest: (lent.append(slot), lend(arena, slot, *rest))[1]
     )
     with decoding(lambda item: torch.full((1000,), int(item.input)), 2000) as made:
         kept = [made.take(1)[0].value for _ in range(300)]
-        slots = 2 * decoders_module.LENT_SLOTS
+        slots = 2 * slots_module.LENT_SLOTS
         assert 0 < len(lent) <= slots, "all tensors are kept, so each slot is lent once"
         assert [tensor[999].item() for tensor in kept] == list(range(300))
         assert {tensor.untyped_storage().nbytes() for tensor in kept} == {8000}
@@ -138,7 +139,7 @@ def test_tensors_are_the_shared_memory_until_they_are_freed(monkeypatch: pytest.
         for number in range(300, 2000):
             assert torch.equal(made.take(1)[0].value, torch.full((1000,), number))
         assert len(lent) > slots, "freed slots are lent again"
-    assert all(len(each.arena.free) == decoders_module.LENT_SLOTS for each in made._processes)
+    assert all(len(each.arena.free) == slots_module.LENT_SLOTS for each in made._processes)
 
 
 def test_slots_are_pinned_once_and_unpinned_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,15 +151,15 @@ def test_slots_are_pinned_once_and_unpinned_at_the_end(monkeypatch: pytest.Monke
         pinned[address] = size
         return True
 
-    monkeypatch.setattr(decoders_module, "register", register)
-    monkeypatch.setattr(decoders_module, "unregister", lambda address: pinned.pop(address))
-    monkeypatch.setattr(decoders_module, "_copied", lambda content, pinned=False: torch.from_numpy(content.copy()))
+    monkeypatch.setattr(slots_module, "register", register)
+    monkeypatch.setattr(slots_module, "unregister", lambda address: pinned.pop(address))
+    monkeypatch.setattr(slots_module, "_copied", lambda content, pinned=False: torch.from_numpy(content.copy()))
     with decoding(lambda item: torch.full((100 * (1 + int(item.input)),), 2), 200, pinned=True) as made:
         for number in range(200):
             value = made.take(1)[0].value
             assert value.shape == (100 * (1 + number),)
             assert bool((value == 2).all())
-        assert 0 < len(pinned) <= 2 * decoders_module.LENT_SLOTS
+        assert 0 < len(pinned) <= 2 * slots_module.LENT_SLOTS
     assert not pinned
 
 
@@ -175,8 +176,8 @@ def test_slots_of_a_function_that_uses_the_gpu_are_pinned_and_used_again_after_a
         pinned[address] = size
         return True
 
-    monkeypatch.setattr(decoders_module, "register", register)
-    monkeypatch.setattr(decoders_module, "unregister", lambda address: pinned.pop(address))
+    monkeypatch.setattr(slots_module, "register", register)
+    monkeypatch.setattr(slots_module, "unregister", lambda address: pinned.pop(address))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronized.append(len(made._found)))
 
     def numbered(item: Item) -> Tensor:
@@ -191,7 +192,7 @@ def test_slots_of_a_function_that_uses_the_gpu_are_pinned_and_used_again_after_a
             assert found.value.tolist() == [number] * 500
             del found
         assert threads == {threading.get_ident()}
-        assert 0 < len(pinned) <= 2 * decoders_module.LENT_SLOTS
+        assert 0 < len(pinned) <= 2 * slots_module.LENT_SLOTS
         assert all(size >= 4000 for size in pinned.values())
         assert synchronized
         assert len(synchronized) < 300  # and not for each slot
@@ -201,8 +202,8 @@ def test_slots_of_a_function_that_uses_the_gpu_are_pinned_and_used_again_after_a
 def test_a_larger_tensor_than_what_is_pinned_of_a_slot_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA refuses copies of memory that is pinned only in part."""
     pinned = dict[int, int]()
-    monkeypatch.setattr(decoders_module, "register", lambda address, size: pinned.update({address: size}) is None)
-    monkeypatch.setattr(decoders_module, "unregister", lambda address: pinned.pop(address))
+    monkeypatch.setattr(slots_module, "register", lambda address, size: pinned.update({address: size}) is None)
+    monkeypatch.setattr(slots_module, "unregister", lambda address: pinned.pop(address))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def numbered(item: Item) -> Tensor:
@@ -218,8 +219,8 @@ def test_a_larger_tensor_than_what_is_pinned_of_a_slot_is_copied(monkeypatch: py
 
 
 def test_without_the_right_to_pin_tensors_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders_module, "register", lambda address, size: False)
-    monkeypatch.setattr(decoders_module, "_copied", lambda content, pinned=False: torch.from_numpy(content.copy()))
+    monkeypatch.setattr(slots_module, "register", lambda address, size: False)
+    monkeypatch.setattr(slots_module, "_copied", lambda content, pinned=False: torch.from_numpy(content.copy()))
     told: list[str] = []
     monkeypatch.setattr(decoders_module.warnings, "warn", lambda message, *_, **__: told.append(message))
     with decoding(lambda item: torch.full((1000,), int(item.input)), 300, pinned=True) as made:

@@ -25,19 +25,14 @@ An item that kills three processes becomes a failure. If the worker ends, its de
 
 from __future__ import annotations
 
-import ctypes
 import io
-import mmap
 import multiprocessing
 import os
-import pickle
 import selectors
 import signal
-import struct
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -45,20 +40,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from rooftop.cluster.items import Item
+from rooftop.cluster.slots import COPIED_SLOTS, END, LENT_BYTES, Arena, Copying, Lending, Reader, Writer
 from rooftop.cluster.tables import Failure
 from rooftop.cluster.working import Decoded, decoded
 from rooftop.errors import MissingExtraError, ModelRunError
 from rooftop.hardware.page_faults import keep_memory
 
-COPIED_SLOTS, LENT_SLOTS = 2, 8  # slots per process to copy tensors from, and to lend; a task uses one
-COPIED_BYTES, LENT_BYTES = 256 << 20, 48 << 20  # bytes of each such slot; only written pages take memory
-SPARE = 1.25  # number of bytes to pin in a slot, as a multiple of the bytes that its present contents occupy
-PAGE = 4096
 TASK_S = 0.04  # maximum seconds of work in a task; the worker's thread waits for the GIL several times for each task
 TASK_BYTES = 24 << 20  # approximate maximum bytes of a task's tensors
 TASK_ITEMS = 16
@@ -72,8 +62,6 @@ AHEAD = 2
 MOST_BYTES = 2 << 30  # approximate limit on the bytes that a worker's processes decode ahead
 DEATHS = 3  # an item fails after it has killed this many processes
 PARENT_S = 0.5  # seconds between two checks that the worker still runs
-ALIGNMENT = 64
-END = struct.Struct("q")  # the end of each result: number of bytes that its tensors occupy in the slot
 NICE = 19  # lower priority than the worker, which shares the cores and must react at once to results and the GPU
 MOST_FILES = 65536  # a new decoding process closes the worker's open files with numbers below this
 
@@ -92,95 +80,11 @@ class _Process:
     """The worker's record of a decoding process. Each of its unfinished tasks uses one slot of the arena."""
 
     number: int
-    arena: _Arena
+    arena: Arena
     process: Any = None
     connection: Any = None
     tasks: deque[tuple[int, list[_Waiting]]] = field(default_factory=deque)  # (slot, items), oldest first
     run: deque[_Waiting] = field(default_factory=deque)  # clips of one video that only this process will get
-
-
-class _Arena:
-    """The memory that a decoding process shares with the worker.
-
-    Attributes:
-        free: the slots that can be lent now: all tensors that used them before are freed.
-        freed: slots whose tensors a function of the user, which uses the GPU, has freed. The GPU may still read these
-            slots.
-    """
-
-    def __init__(self) -> None:
-        size = COPIED_SLOTS * COPIED_BYTES + LENT_SLOTS * LENT_BYTES
-        self._file = os.memfd_create("rooftop decoder")
-        os.ftruncate(self._file, size)
-        self._memory = mmap.mmap(self._file, size)
-        self.free = deque(range(COPIED_SLOTS, COPIED_SLOTS + LENT_SLOTS))
-        self.freed = deque[int]()
-        self._pinned: dict[int, tuple[int, int]] = {}  # slot -> its address, and the bytes that are pinned
-
-    def slots(self) -> list[Any]:
-        """The bytes of each slot, for the decoding process. This method maps the file again, since memory that CUDA has
-        pinned is not always inherited."""
-        memory = mmap.mmap(self._file, len(self._memory))
-        return [np.frombuffer(memory, np.uint8, size, first) for first, size in map(_place, range(len(_all_slots())))]
-
-    def read(self, slot: int, size: int) -> Any:
-        """The first `size` bytes of a slot, from which tensors are copied."""
-        return np.frombuffer(self._memory, np.uint8, size, _place(slot)[0])
-
-    def lend(self, slot: int, size: int, free: deque[int]) -> Any:
-        """Lend the first `size` bytes of a slot to tensors. When all these tensors are freed, the slot is added to
-        `free`."""
-        bytes_ = (ctypes.c_char * size).from_buffer(self._memory, _place(slot)[0])
-        weakref.finalize(bytes_, free.append, slot).atexit = False
-        return bytes_
-
-    def pinned(self, slot: int) -> int:
-        """The number of bytes at the beginning of a slot that are pinned."""
-        return self._pinned.get(slot, (0, 0))[1]
-
-    def pin(self, slot: int, size: int) -> bool:
-        """Pin at least the first `size` bytes of a slot, so that a GPU reads them directly. Return whether the system
-        allows pinning."""
-        address, pinned = self._pinned.get(slot, (0, 0))
-        if size <= pinned:
-            return True
-        if pinned:
-            unregister(address)
-            del self._pinned[slot]
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory, _place(slot)[0]))
-        pinned = min(LENT_BYTES, -(-int(SPARE * size) // PAGE) * PAGE)
-        if not register(address, pinned):
-            return False
-        self._pinned[slot] = address, pinned
-        return True
-
-    def close(self) -> None:
-        """Unpin the memory. The memory is unmapped when all tensors that use it are freed."""
-        for address, _ in self._pinned.values():
-            unregister(address)
-        self._pinned.clear()
-        os.close(self._file)
-
-
-def _all_slots() -> list[int]:
-    """The size of each slot in bytes. The slots from which tensors are copied come first."""
-    return [COPIED_BYTES] * COPIED_SLOTS + [LENT_BYTES] * LENT_SLOTS
-
-
-def _place(slot: int) -> tuple[int, int]:
-    """Return (first byte, size in bytes) of a slot."""
-    sizes = _all_slots()
-    return sum(sizes[:slot]), sizes[slot]
-
-
-def register(address: int, size: int) -> bool:
-    """Pin memory for CUDA. Return False if the system does not allow pinning."""
-    return not int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
-
-
-def unregister(address: int) -> None:
-    """Unpin memory that was pinned by `register`."""
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class Decoders:
@@ -207,7 +111,7 @@ class Decoders:
         self._least_ahead, self._pinned, self._lends = least_ahead, False, True
         self._uses_gpu: Callable[[], bool] = lambda: False
         self._may_pin = True  # False: the system allows no more pinned memory
-        self._to_pin = deque[tuple[_Arena, int, int]]()  # arena, slot, bytes
+        self._to_pin = deque[tuple[Arena, int, int]]()  # arena, slot, bytes
         self._more: Callable[[], Sequence[Item] | None] = lambda: None
         self._waiting: deque[_Waiting] = deque()
         self._found: dict[int, tuple[Decoded, int]] = {}  # number of an item -> its value, and the value's bytes
@@ -225,7 +129,7 @@ class Decoders:
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._processes = [_Process(number, _Arena()) for number in range(count)]
+        self._processes = [_Process(number, Arena()) for number in range(count)]
         for each in self._processes:
             self._start(each)
 
@@ -403,7 +307,7 @@ class Decoders:
         (size,) = END.unpack_from(content, len(content) - END.size)
         reader = self._reader(process.arena, slot, content, size)
         found: list[Decoded] = reader.load()
-        if slot >= COPIED_SLOTS and not isinstance(reader, _Lending):
+        if slot >= COPIED_SLOTS and not isinstance(reader, Lending):
             process.arena.free.append(slot)
         del reader  # the reader keeps the slot in use
         self._idle_deaths = 0
@@ -419,10 +323,10 @@ class Decoders:
             self._flying -= len(task)
             self._changed.notify_all()
 
-    def _reader(self, arena: _Arena, slot: int, content: bytes, size: int) -> _Reader:
+    def _reader(self, arena: Arena, slot: int, content: bytes, size: int) -> Reader:
         """Return an unpickler for the result of a task, whose tensors occupy `size` bytes of a slot."""
         if slot < COPIED_SLOTS:
-            return _Copying(content, arena.read(slot, size), self._pinned)
+            return Copying(content, arena.read(slot, size), self._pinned)
         if self._pinned and size and not arena.pin(slot, size):
             if self._lends:
                 warnings.warn(
@@ -432,17 +336,17 @@ class Decoders:
                     stacklevel=2,
                 )
             self._lends = False
-            return _Copying(content, arena.read(slot, size), self._pinned)
+            return Copying(content, arena.read(slot, size), self._pinned)
         if not size:
-            return _Reader(content)
+            return Reader(content)
         if not self._uses_gpu():
-            return _Lending(content, arena.lend(slot, size, arena.free))
+            return Lending(content, arena.lend(slot, size, arena.free))
         if not arena.pinned(slot):
             if self._may_pin:
                 self._to_pin.append((arena, slot, size))
         elif arena.pinned(slot) < size:  # CUDA refuses to copy memory that is pinned only in part
-            return _Copying(content, arena.read(slot, size), False)
-        return _Lending(content, arena.lend(slot, size, arena.freed))
+            return Copying(content, arena.read(slot, size), False)
+        return Lending(content, arena.lend(slot, size, arena.freed))
 
     def _replace(self, process: _Process) -> None:
         self._selector.unregister(process.connection)
@@ -504,7 +408,7 @@ def _first_of(waiting: deque[_Waiting], most: int, of_one_file: bool = False) ->
 # ---- in a decoding process -------------------------------------------------------------------------------------------
 
 
-def _work(connection: Connection, arena: _Arena, decode: Callable[[Item], Any], worker: int) -> None:
+def _work(connection: Connection, arena: Arena, decode: Callable[[Item], Any], worker: int) -> None:
     """Decode tasks until the worker ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICE)
@@ -519,7 +423,7 @@ def _work(connection: Connection, arena: _Arena, decode: Callable[[Item], Any], 
         while True:
             slot, items = connection.recv()
             file = io.BytesIO()
-            writer = _Writer(file, slots[slot])
+            writer = Writer(file, slots[slot])
             writer.dump([_whole(decode, item) for item in items])
             file.write(END.pack(writer.end))
             connection.send_bytes(file.getbuffer())
@@ -537,80 +441,3 @@ def _end_with(worker: int) -> None:
     while os.getppid() == worker:
         time.sleep(PARENT_S)
     os._exit(1)
-
-
-class _Writer(pickle.Pickler):
-    """A pickler that writes tensors to a slot if they fit there. The pickled bytes contain all other tensors.
-
-    Attributes:
-        end: number of bytes at the beginning of the slot that tensors occupy so far.
-    """
-
-    def __init__(self, file: io.BytesIO, slot: Any) -> None:
-        super().__init__(file, protocol=5)
-        self._slot, self.end = slot, 0
-
-    def persistent_id(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
-            return None
-        if value.is_quantized or value.requires_grad or not value.numel():
-            return None
-        content = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-        first = self.end
-        if first + len(content) > len(self._slot):
-            return None
-        np.copyto(self._slot[first : first + len(content)], content)
-        self.end += -(-len(content) // ALIGNMENT) * ALIGNMENT
-        return first, len(content), value.dtype, tuple(value.shape)
-
-
-class _Reader(pickle.Unpickler):
-    """An unpickler of results without tensors in a slot."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
-
-
-class _Lending(_Reader):
-    """An unpickler whose tensors are the memory of a slot.
-
-    Each tensor has its own storage, so saving one tensor does not save the others.
-
-    Args:
-        slot: the object from `_Arena.lend`.
-    """
-
-    def __init__(self, content: bytes, slot: Any) -> None:
-        super().__init__(content)
-        self._slot = slot
-
-    def persistent_load(self, place: Any) -> Tensor:
-        first, size, dtype, shape = place
-        return torch.frombuffer(self._slot, dtype=dtype, count=size // dtype.itemsize, offset=first).reshape(shape)
-
-
-class _Copying(_Reader):
-    """An unpickler that copies tensors out of a slot.
-
-    If `pinned` is set, all tensors of a task are copied together into pinned memory. A copy for each tensor would be
-    slower: each copy releases the GIL, and waits for the GIL again while the worker's main thread computes. Unpinned
-    tensors may be passed to a user's function, which may keep or save one of them. So each unpinned tensor has its own
-    memory.
-    """
-
-    def __init__(self, content: bytes, slot: Any, pinned: bool) -> None:
-        super().__init__(content)
-        self._slot = slot
-        self._pinned = _copied(slot, pinned=True) if pinned and len(slot) else None
-
-    def persistent_load(self, place: Any) -> Tensor:
-        first, size, dtype, shape = place
-        part = slice(first, first + size)
-        own = _copied(self._slot[part]) if self._pinned is None else self._pinned[part]
-        return own.view(dtype).reshape(shape)
-
-
-def _copied(content: Any, pinned: bool = False) -> Tensor:
-    own = torch.empty(len(content), dtype=torch.uint8, pin_memory=pinned)
-    np.copyto(own.numpy(), content)
-    return own
