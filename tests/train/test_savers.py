@@ -210,6 +210,12 @@ def test_a_plan_follows_what_the_optimizer_has(tmp_path: Path) -> None:
     assert same(tensors(found), there(one))
 
 
+def test_a_latest_without_any_step_is_no_training(tmp_path: Path) -> None:
+    """DeepSpeed also writes such a file, beside its own folders."""
+    (tmp_path / "latest").write_text("global_step100\n")
+    assert checkpoint_folders.last_step(tmp_path) is None
+
+
 @pytest.mark.parametrize("name", ["step-00000009", ""])
 def test_a_latest_that_names_no_step_is_said_with_those_that_are_there(name: str, tmp_path: Path) -> None:
     for _ in run_steps(trainer(), 2, save=tmp_path, save_interval=1):

@@ -137,10 +137,12 @@ def last_step(folder: Path) -> Path | None:
         InputError: `latest` names a step that does not exist, but other steps exist.
     """
     steps = sorted(_steps(folder)) if folder.is_dir() else []
+    if not steps:
+        return None
     if not (folder / LATEST).is_file():
-        return steps[-1][1] if steps else None
+        return steps[-1][1]
     name = (folder / LATEST).read_text(encoding="utf-8").strip()
-    if steps and (not name or folder / name not in {path for _, path in steps}):
+    if folder / name not in {path for _, path in steps}:
         raise InputError(
             f"{folder / LATEST} names {name!r}, but this step does not exist; complete steps are "
             f"{', '.join(path.name for _, path in steps)}: give one of these folders, such as {steps[-1][1]}"
