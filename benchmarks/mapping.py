@@ -365,7 +365,7 @@ def by_dask_map(work: Work, device: str, out: Path) -> Measured:
 
     workers = max(1, torch.cuda.device_count() if device == "cuda" else 1)
     began = time.perf_counter()
-    with LocalCluster(n_workers=workers, threads_per_worker=CORES, dashboard_address=None) as cluster:
+    with LocalCluster(n_workers=workers, threads_per_worker=CORES, dashboard_address=":0") as cluster:
         started = time.perf_counter() - began
         found = by_map(work, "auto", {"scheduler": cluster.scheduler_address}, out)
     return replace(found, start={"cluster": started, **found.start})
@@ -438,7 +438,7 @@ def by_partitions(work: Work, items: Sequence[Item], device: str, out: Path) -> 
     parts = [items[first : first + work.batch] for first in range(0, len(items), work.batch)]
     start_at = time.perf_counter()
     with (
-        LocalCluster(n_workers=workers, threads_per_worker=CORES, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=workers, threads_per_worker=CORES, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         sent = client.scatter(work, broadcast=True)
