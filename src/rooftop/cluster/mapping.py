@@ -37,8 +37,8 @@ from rooftop.words import counted
 CHUNK_S = 0.5  # target seconds of work per chunk: much longer than sending a message, but cheap to repeat
 MOST_ITEMS = 4096  # maximum number of items in a chunk
 MOST_BYTES = 16 << 20  # approximate limit on the bytes of a chunk's rows
-# Until each column has a type, chunks run one at a time, with at most this many items. After this many items, the types
-# that are known become final.
+# Until each column has a type, chunks run one at a time, with at most this many items (the first has one batch). After
+# this many items, the types that are known become final.
 LEARNED_FROM = 256
 DISTURBED_PERCENT = 110  # a higher `percent_of_ceiling` shows that other work disturbed the run
 DEATHS = 3  # an item becomes an error row after it or its chunk has ended this many workers

@@ -55,7 +55,8 @@ def recognized(module: nn.Module) -> RmsNorm | None:
 
 
 def _only_weight(module: nn.Module) -> Tensor | None:
-    """The module's only parameter, of one dimension, if the module has neither buffers nor submodules."""
+    """The weight of a module that may be an RMS norm: its only parameter, of one dimension, without buffers or
+    submodules."""
     if isinstance(module, Recognized) or type(module).__module__.startswith("torch."):
         return None
     if any(True for _ in module.children()):

@@ -25,8 +25,8 @@ from rooftop.scene.rendering.canvases import MOST_THREADS
 from rooftop.scene.rendering.stages import Stages
 from rooftop.scene.rendering.uploads import Meshes, Uploaded, lens_of, uploaded
 
-# Limit for a batch of shadow maps. It applies to the number of texels, and to the number of views times the number of
-# instances, since both take memory.
+# Limit for a batch of several shadow maps. It applies to the number of texels, and to the number of views times the
+# number of instances, since both take memory.
 MOST_AT_ONCE = 2**26
 MOST_KEPT = 16
 ALIGNED = 16  # bytes

@@ -54,7 +54,7 @@ def add_equal(
 
 @triton.jit
 def add_runs(
-    values, order, tokens,  # shapes: (*, D) rows; (items,) row numbers, or None if item i is row i; (items,) sorted
+    values, order, tokens,  # shapes: (*, D) rows; (items,) row numbers, not read if item i is row i; (items,) sorted
     table, sums, sum_tokens,  # shapes: (V, D); (2 * programs, D) float32; (2 * programs,)
     items, width, table_rows, skipped, value_stride,
     INDIRECT: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
