@@ -217,9 +217,10 @@ def is_sure(gains: Sequence[float]) -> bool:
 
 
 def _most_losses(rounds: int) -> int:
-    """The largest number of losses (rounds without a gain) with which a gain is sure: one round in six. If there are
-    many rounds, the number is larger: the largest number for which equally fast variants have at most so many losses
-    only with a probability under `BY_CHANCE`.
+    """The largest number of losses (rounds without a gain) with which a gain is sure: one round in six.
+
+    Of many rounds, more may be lost, as long as equally fast variants would have so few losses only with a probability
+    under `BY_CHANCE`.
     """
     ways, most = 0, -1
     while (ways := ways + math.comb(rounds, most + 1)) < BY_CHANCE * 2**rounds:

@@ -159,7 +159,7 @@ def teaching(
 
 
 def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor | int], list[int]]:
-    """Return the call's tensors and varying numbers, and for each of them which size varies."""
+    """Return the call's tensors and varying numbers, and for each of them the index of the size that varies."""
     if not varying:
         return list(tensors_in(values)), []
     given: list[Tensor | int] = []

@@ -224,8 +224,8 @@ def _without_gaps(tensor: Tensor) -> Tensor:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules with submodules, of which one `ModuleList` or `Sequential` has at least `LEAST_BLOCKS` of the same class.
-    No block is inside another.
+    """The blocks of a model: modules with submodules, if a `ModuleList` or `Sequential` has at least `LEAST_BLOCKS` of
+    their class. No block is inside another.
     """
     parts = list(model.children())
     kinds: Counter[type[nn.Module]] = Counter()

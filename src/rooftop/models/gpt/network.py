@@ -374,7 +374,7 @@ class Gpt(nn.Module):
     def _length(self, input: Tensor) -> int:
         """The number of positions on this context parallel rank.
 
-        The input of a later stage has only a part of these positions if sequence parallel ranks share them.
+        If sequence parallel ranks divide these positions, the input of a later stage has only one rank's part.
         """
         return input.shape[1] * (1 if self.embedding is not None else place_in(self.split_along)[1])
 
