@@ -93,6 +93,22 @@ def test_successive_clips_of_a_video_are_decoded_by_one_process() -> None:
     assert sum(one != other for one, other in pairwise(processes)) <= 20
 
 
+def test_a_value_that_cannot_be_pickled_is_a_failure_of_its_item() -> None:
+    """The tensors that were written before the error leave no gap and no rest."""
+
+    def decode(item: Item) -> Any:
+        tensor = torch.full((1000,), int(item.input))
+        return (tensor, lambda: 0) if int(item.input) % 3 == 1 else tensor
+
+    with decoding(decode, 60) as made:
+        found = made.take(60)
+    for number, each in enumerate(found):
+        if number % 3 == 1:
+            assert "pickle" in each.value.why
+        else:
+            assert each.value.equal(torch.full((1000,), number))
+
+
 def test_what_was_taken_stays_when_the_shared_memory_is_used_again() -> None:
     with decoding(lambda item: torch.full((1000,), int(item.input)), 300) as made:
         found = made.take(300)

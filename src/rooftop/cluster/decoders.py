@@ -306,7 +306,7 @@ class Decoders:
         slot, task = process.tasks.popleft()
         (size,) = END.unpack_from(content, len(content) - END.size)
         reader = self._reader(process.arena, slot, content, size)
-        found: list[Decoded] = reader.load()
+        found: list[Decoded] = [reader.load() for _ in task]
         if slot >= COPIED_SLOTS and not isinstance(reader, Lending):
             process.arena.free.append(slot)
         del reader  # the reader keeps the slot in use
@@ -324,7 +324,7 @@ class Decoders:
             self._changed.notify_all()
 
     def _reader(self, arena: Arena, slot: int, content: bytes, size: int) -> Reader:
-        """Return an unpickler for the result of a task, whose tensors occupy `size` bytes of a slot."""
+        """Return a reader for the results of a task, whose tensors occupy `size` bytes of a slot."""
         if slot < COPIED_SLOTS:
             return Copying(content, arena.read(slot, size), self._pinned)
         if self._pinned and size and not arena.pin(slot, size):
@@ -424,7 +424,12 @@ def _work(connection: Connection, arena: Arena, decode: Callable[[Item], Any], w
             slot, items = connection.recv()
             file = io.BytesIO()
             writer = Writer(file, slots[slot])
-            writer.dump([_whole(decode, item) for item in items])
+            for item in items:  # each is written while the processor's cache still has its tensors
+                result = _whole(decode, item)
+                try:
+                    writer.add(result)
+                except Exception as error:  # the value cannot be pickled
+                    writer.add(Decoded(Failure.of(error), result.seconds))
             file.write(END.pack(writer.end))
             connection.send_bytes(file.getbuffer())
     os._exit(0)

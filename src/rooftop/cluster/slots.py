@@ -1,8 +1,8 @@
-"""The memory that a decoding process shares with its worker, in slots, and the picklers that put tensors into a slot.
+"""The memory that a decoding process shares with its worker, in slots, and how tensors get into a slot and out of it.
 
     arena = Arena()                                     # before the fork
     writer = Writer(file, arena.slots()[slot])          # in the decoding process: tensors go into the slot
-    writer.dump(values)
+    writer.add(value)
     Lending(content, arena.lend(slot, writer.end, arena.free)).load()     # in the worker: tensors are the slot's memory
 
 `decoders.py` decides which slot a task uses, and when a slot is pinned.
@@ -18,6 +18,7 @@ import pickle
 import struct
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,7 @@ def unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-# ---- picklers ------------------------------------------------------------------------------------------------------
+# ---- values -------------------------------------------------------------------------------------------------------
 
 
 class Writer(pickle.Pickler):
@@ -128,7 +129,23 @@ class Writer(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, slot: Any) -> None:
         super().__init__(file, protocol=5)
-        self._slot, self.end = slot, 0
+        self._file, self._slot, self.end = file, slot, 0
+
+    def add(self, value: Any) -> None:
+        """Write a value, which a reader's next `load` returns. The writer keeps no reference to the value.
+
+        If the value cannot be pickled, nothing of it is written, and the pickler's error is raised.
+        """
+        written, end = self._file.tell(), self.end
+        try:
+            self.dump(value)
+        except BaseException:
+            self._file.seek(written)
+            self._file.truncate()
+            self.end = end
+            raise
+        finally:
+            self.clear_memo()
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) is not Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
@@ -144,15 +161,34 @@ class Writer(pickle.Pickler):
         return first, len(content), value.dtype, tuple(value.shape)
 
 
-class Reader(pickle.Unpickler):
-    """An unpickler of results without tensors in a slot."""
+class Reader:
+    """Reads the values of a `Writer` that has put no tensors into its slot."""
 
     def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
+        self._file = io.BytesIO(content)
+
+    def load(self) -> Any:
+        """The next value."""
+        return _Unpickler(self._file, self.tensor).load()
+
+    def tensor(self, place: Any) -> Tensor:
+        """The tensor at a place that `Writer.persistent_id` has returned."""
+        raise pickle.UnpicklingError(f"a tensor at {place} of a slot without tensors")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles one value. Each value needs an unpickler of its own, since the writer numbers its objects from 0."""
+
+    def __init__(self, file: io.BytesIO, tensor: Callable[[Any], Tensor]) -> None:
+        super().__init__(file)
+        self._tensor = tensor
+
+    def persistent_load(self, place: Any) -> Tensor:
+        return self._tensor(place)
 
 
 class Lending(Reader):
-    """An unpickler whose tensors are the memory of a slot.
+    """A reader whose tensors are the memory of a slot.
 
     Each tensor has its own storage, so saving one tensor does not save the others.
 
@@ -164,13 +200,13 @@ class Lending(Reader):
         super().__init__(content)
         self._slot = slot
 
-    def persistent_load(self, place: Any) -> Tensor:
+    def tensor(self, place: Any) -> Tensor:
         first, size, dtype, shape = place
         return torch.frombuffer(self._slot, dtype=dtype, count=size // dtype.itemsize, offset=first).reshape(shape)
 
 
 class Copying(Reader):
-    """An unpickler that copies tensors out of a slot.
+    """A reader that copies tensors out of a slot.
 
     If `pinned` is set, all tensors of a task are copied together into pinned memory. A copy for each tensor would be
     slower: each copy releases the GIL, and waits for the GIL again while the worker's main thread computes. Unpinned
@@ -183,7 +219,7 @@ class Copying(Reader):
         self._slot = slot
         self._pinned = _copied(slot, pinned=True) if pinned and len(slot) else None
 
-    def persistent_load(self, place: Any) -> Tensor:
+    def tensor(self, place: Any) -> Tensor:
         first, size, dtype, shape = place
         part = slice(first, first + size)
         own = _copied(self._slot[part]) if self._pinned is None else self._pinned[part]
