@@ -135,6 +135,11 @@ def test_what_is_no_photograph_is_refused_by_name(cat: Image.Image, tmp_path: Pa
         assert name in str(caught.value)
 
 
+def test_a_batch_of_no_photographs_is_refused() -> None:
+    with pytest.raises(InputError, match="got no paths"):
+        load_images([])
+
+
 def test_pixels_of_a_batch_are_normalized_bit_for_bit(cat: Image.Image) -> None:
     photos = [cropped(cat), cropped(cat.transpose(Image.Transpose.FLIP_LEFT_RIGHT))]
     pixels = torch.stack([torch.from_numpy(np.array(photo)) for photo in photos])

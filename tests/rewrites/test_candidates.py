@@ -87,3 +87,16 @@ def test_structures_of_dataclasses_that_cannot_be_built_again() -> None:
     found = mapped([Scaled(torch.ones(2), 3)], lambda t: t + 1)[0]
     assert torch.equal(found.x, torch.full((2,), 2.0))
     assert found.factor == 3
+
+
+def test_structures_of_dataclasses_with_their_own_init() -> None:
+    @dataclasses.dataclass(init=False)
+    class Halved:
+        x: Tensor
+
+        def __init__(self, doubled: Tensor) -> None:
+            self.x = doubled / 2
+
+    found = mapped([Halved(torch.ones(2))], lambda t: t + 1)[0]
+    assert type(found) is Halved
+    assert torch.equal(found.x, torch.full((2,), 1.5))

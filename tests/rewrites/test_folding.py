@@ -460,6 +460,17 @@ def test_a_norm_with_hooks_is_not_split() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_convolution_whose_output_a_backward_hook_reads_is_not_folded() -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)))
+    model[0].register_backward_hook(lambda *given: None)  # type: ignore[index]
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert fold_norms(model).left == {"1": "0 has hooks"}
+    assert torch.equal(model(x), expected)
+
+
+@torch.no_grad()
 def test_a_trace_calls_no_hook() -> None:
     """The parts of a module with hooks are still folded."""
     model = randomized(nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)), nn.Conv2d(4, 4, 1)))
@@ -637,10 +648,11 @@ def test_a_frozen_norm_that_mixes_values_is_left(function: Callable[[Any, Tensor
 
 
 @torch.no_grad()
-def test_hooks_of_all_modules_are_neither_called_nor_lost() -> None:
+@pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_full_backward_hook"])
+def test_hooks_of_all_modules_are_neither_called_nor_lost(register: str) -> None:
     model = randomized(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
     calls: list[str] = []
-    hook = nn.modules.module.register_module_forward_hook(lambda *given: calls.append("called"))
+    hook = getattr(nn.modules.module, register)(lambda *given: calls.append("called"))
     try:
         assert fold_norms(model).left == {"1": "hooks for all modules are registered"}
         assert fuse_convolutions(model).left == {"0": "hooks for all modules are registered"}

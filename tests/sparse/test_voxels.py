@@ -307,6 +307,12 @@ def test_what_cannot_be_voxels(arguments: dict[str, Any], message: str) -> None:
         PointToVoxel(**{**usual, "max_num_points_per_voxel": 2, **arguments})
 
 
+@pytest.mark.parametrize(("size", "ends"), [(1e-300, [0, 1e300]), (1.0, [-1.7e308, 1.7e308])])
+def test_grids_with_more_cells_than_floats_can_count(size: float, ends: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"a grid of \[inf\]: a grid must have 1 to 2"):
+        voxelize(torch.zeros(1, 1), [size], ends)
+
+
 def test_voxels_that_no_memory_can_hold() -> None:
     with pytest.raises(ValueError, match=r"PointToVoxel: a tensor of \(1, 4611686018427387904, 4\) needs .* 2\^63"):
         PointToVoxel(SIZE, RANGE, 4, 5, 2**62)(torch.zeros(3, 4))

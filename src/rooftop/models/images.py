@@ -57,10 +57,13 @@ def load_images(paths: Sequence[str | os.PathLike[str]], preprocessing: Preproce
     """Load photographs and folders of photographs as a batch (B, 3, crop, crop) float32, in the order of `find_images`.
 
     Raises:
-        InputError: a path does not exist, a folder has no photographs, or a file is not a photograph.
+        InputError: there are no paths, a path does not exist, a folder has no photographs, or a file is not a
+            photograph.
     """
-    found = prepared(find_images(paths), lambda image: preprocess(image, preprocessing))
-    return torch.stack([image for _, image in found])
+    found = find_images(paths)
+    if not found:
+        raise InputError("load_images: got no paths, expected at least one photograph or folder of photographs")
+    return torch.stack([image for _, image in prepared(found, lambda image: preprocess(image, preprocessing))])
 
 
 def prepared(

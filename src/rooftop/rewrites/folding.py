@@ -30,12 +30,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from rooftop.hardware.observing import LightMode
 from rooftop.nn.hidden_methods import check_methods
+from rooftop.nn.hooks import has_hooks
 from rooftop.rewrites.splitting import (
     PART,
     TENSORS,
     Chain,
     OtherPathError,
-    has_hooks,
     is_split,
     returns_its_input,
     split,
@@ -160,10 +160,15 @@ def _empty(norm: nn.Module) -> None:
 
 def global_hooks() -> bool:
     """Whether hooks are registered that run at the calls of all modules. Such hooks may change results, and a trace
-    must not call them.
+    must not call them. Even a backward hook reads the output of a call in forward.
     """
     hooks = torch.nn.modules.module
-    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
+    return bool(
+        hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
+    )
 
 
 def check_traceable(model: nn.Module, name: str) -> None:
@@ -563,7 +568,7 @@ class Sealing:
         dimensions: number of dimensions of an output whose second dimension is the channels.
         taken: numbers of dimensions that the norm accepts. If an output has another number of dimensions than
             `dimensions`, and the norm accepts this number, the call raises OtherPathError, because the norm would use
-            another dimension as channels. If the norm does not accept it, the call raises ValueError.
+            another dimension as channels. If the norm does not accept this number, the call raises ValueError.
     """
 
     def __init__(self, folded: nn.Module, dimensions: int, taken: tuple[int, ...], norm: str) -> None:

@@ -27,6 +27,7 @@ from rooftop.kernels import conv_act
 from rooftop.kernels.convolutions.launches import channels_fastest
 from rooftop.kernels.operands.dtypes import FLOATS, HALVES
 from rooftop.nn.hidden_methods import check_methods
+from rooftop.nn.hooks import has_hooks
 from rooftop.rewrites.folding import CONVOLUTIONS, NORMS, Opening, Sealing, Structure, check_traceable, global_hooks
 from rooftop.rewrites.splitting import OtherPathError
 from rooftop.rewrites.stand_ins import SPECIAL_METHODS
@@ -155,7 +156,7 @@ def _why_not(module: nn.Conv2d) -> str | None:
     folded = _folded(module)
     if type(module) is not nn.Conv2d:
         return f"it is a {type(module).__name__}, which may do more than a Conv2d"
-    if _has_hooks(module):
+    if has_hooks(module):
         return "it has hooks"
     if "forward" in vars(folded):
         return "its forward was replaced"
@@ -234,7 +235,7 @@ class Followers:
         if node.op == "call_module":
             module = self._module(node, prefix)
             replaced = not isinstance(vars(module).get("forward"), _Activating | None)
-            return None if replaced or _has_hooks(module) else _activation_by(module)
+            return None if replaced or has_hooks(module) else _activation_by(module)
         function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
         return _activation_of(function, node.kwargs)
 
@@ -249,7 +250,7 @@ class Followers:
     def _is_pure(self, module: nn.Module) -> bool:
         forward = vars(module).get("forward")
         known = type(module) in PURE or isinstance(forward, Opening)
-        return known and not _has_hooks(module) and (forward is None or isinstance(forward, Sealing | Opening))
+        return known and not has_hooks(module) and (forward is None or isinstance(forward, Sealing | Opening))
 
     def _module(self, node: fx.Node, prefix: str) -> nn.Module:
         return self.structure.modules[f"{prefix}.{node.target}" if prefix else str(node.target)]
@@ -284,11 +285,6 @@ def _activation_by(module: nn.Module) -> str | None:
     name = MODULES.get(type(module))
     return "gelu_tanh" if name == "gelu" and module.approximate != "none" else name
 
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 # ---- the promise ---------------------------------------------------------------------------------------------------
@@ -407,8 +403,8 @@ class _Promise:
                 return first.plus(second, function in SUMS_IN_PLACE)
             if isinstance(second, _Promise) and function in SUMS and not isinstance(first, _Promise):
                 return second.plus(first, False)
-        mapped = torch.utils._pytree.tree_map(value_of, (arguments, options))
-        return function(*mapped[0], **mapped[1])
+        arguments, options = torch.utils._pytree.tree_map(value_of, (arguments, options))
+        return function(*arguments, **options)
 
     def __add__(self, other: Any) -> Any:
         return self.plus(value_of(other), False)

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from rooftop.nn.hooks import has_hooks
 from rooftop.rewrites.tracing import OwnThreadTracer
 
 KINDS: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -110,10 +111,6 @@ def unsplit(norm: nn.Module) -> None:
     del norm._modules[PART]
     del norm.__dict__["forward"]
 
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks run before or after the module's forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 # ---- the trace -----------------------------------------------------------------------------------------------------

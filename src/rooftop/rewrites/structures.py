@@ -49,7 +49,7 @@ def _mapped(part: Any, function: Callable[[Any], Tensor], strict: bool, of_type:
         values = {field.name: _mapped(getattr(part, field.name), *rest) for field in fields if field.init}
         try:
             return dataclasses.replace(part, **values)
-        except ValueError:  # it has an InitVar, whose value was not kept
+        except (TypeError, ValueError):  # it has its own `__init__`, or an InitVar, whose value was not kept
             other = copy.copy(part)
             for name, value in values.items():
                 object.__setattr__(other, name, value)

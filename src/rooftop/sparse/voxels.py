@@ -93,7 +93,10 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_s
 
 
 def _covering(cells: float) -> float:
-    nearest = float(round(cells)) if math.isfinite(cells) else cells
+    """Round a number of cells up to an integer. A number that is nearly an integer becomes that integer."""
+    if not math.isfinite(cells):  # the range or the number of cells is too large for float64
+        return cells
+    nearest = float(round(cells))
     return nearest if abs(cells - nearest) <= _WHOLE * nearest else float(math.ceil(cells))
 
 

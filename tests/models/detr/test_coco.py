@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -140,6 +141,19 @@ def test_files_that_are_not_in_the_format(change: Any, message: str, folder: Pat
     (folder / "boxes.json").write_text(json.dumps(changed))
     with pytest.raises(InputError, match=message):
         CocoDataset(folder, folder / "boxes.json")
+
+
+def test_annotations_in_memory(folder: Path) -> None:
+    assert len(CocoDataset(folder, MappingProxyType(described()))) == len(described()["images"])
+    changed = described()
+    changed["images"][0].update(id=3)
+    with pytest.raises(InputError, match="^annotations: two images or two categories have the same id$"):
+        CocoDataset(folder, changed)
+
+
+def test_wrong_sides(folder: Path) -> None:
+    with pytest.raises(ValueError, match="expected shorter and longer of at least 1, got 0 and 1333"):
+        CocoDataset(folder, described(), shorter=0)
 
 
 def test_files_that_are_not_there_or_no_json(folder: Path) -> None:

@@ -285,6 +285,23 @@ def test_tensors_that_do_not_fit(what: str, tmp_path: Path) -> None:
     assert same(model, untouched)  # nothing is copied unless all tensors fit
 
 
+def test_a_folder_may_be_in_the_home_folder_or_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = made_up(LLAMA)
+    save_gpt(model, "~/model")
+    assert same(load_gpt("~/model"), model)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    save_gpt(model, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert same(load_gpt(tmp_path / "empty"), model)
+
+
+def test_a_state_dict_of_another_config() -> None:
+    with pytest.raises(WeightsError, match=r"embedding\.tokens\.weight has 31 rows, the config expects 30"):
+        hugging_face_state_dict(made_up(LLAMA).state_dict(), replace(LLAMA, vocabulary=30))
+
+
 def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     model = made_up(LLAMA)
     with pytest.raises(InputError, match=r"config\.json does not exist"):

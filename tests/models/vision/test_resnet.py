@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -95,8 +96,9 @@ def test_wrong_options(options: dict[str, object], message: str) -> None:
 
 
 def test_a_norm_without_weights_needs_no_zeros() -> None:
-    model = models.resnet18(norm_layer=nn.InstanceNorm2d, zero_init_residual=True)
-    assert not any("bn" in name for name, _ in model.named_parameters())
+    for norm in (nn.InstanceNorm2d, partial(nn.BatchNorm2d, affine=False)):
+        model = models.resnet18(norm_layer=norm, zero_init_residual=True)
+        assert not any("bn" in name for name, _ in model.named_parameters())
 
 
 def test_norm_layer_is_used() -> None:

@@ -315,6 +315,9 @@ def test_keys_that_do_not_go_together() -> None:
         WeightsError, match=r"no weights of a ResNet: the keys are none\. Expected torchvision or timm's"
     ):
         converted({}, RESNET, "a ResNet")
+    parts = {f"layers.0.blocks.0.attn.{part}_bias": torch.zeros(size) for part, size in (("q", 2), ("v", 3))}
+    with pytest.raises(WeightsError, match=r"of one shape, but the file has .*q_bias \(2,\), .*v_bias \(3,\)"):
+        converted({"patch_embed.proj.weight": zeros, **parts}, SWIN, "a Swin Transformer")
     packed = {"layers.0.blocks.0.attn.q_bias": zeros, "layers.0.blocks.0.attn.qkv.bias": zeros}
     with pytest.raises(WeightsError, match=r"q_bias and .*qkv\.bias of the file both belong to features"):
         converted({"patch_embed.proj.weight": zeros, **packed}, SWIN, "a Swin Transformer")

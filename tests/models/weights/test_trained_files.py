@@ -75,6 +75,10 @@ def test_a_header_that_is_damaged(tmp_path: Path) -> None:
     )
     with pytest.raises(WeightsError, match=r"'rooftop' in its header was not written by rooftop train \(KeyError"):
         trained_file(file)
+    for said in ({"preprocessing": {"resize": 5, "crop": 3, "mean": [0.5]}}, {"sides": [5]}):
+        written(file, torch.nn.Linear(1, 1), {"model": "resnet18", **said})
+        with pytest.raises(WeightsError, match=r"was not written by rooftop train \(IndexError"):
+            trained_file(file)
     file.write_bytes(b"not safetensors")
     with pytest.raises(WeightsError, match="is damaged or not a safetensors file"):
         trained_file(file)

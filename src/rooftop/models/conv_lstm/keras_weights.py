@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -149,7 +150,7 @@ def read_keras_weights(path: str | Path) -> list[KerasLayer]:
         with h5py.File(source, "r") as file:
             root = file.get("model_weights", file)
             layers = list(_by_names(root) if "layer_names" in root.attrs else _by_numbers(file))
-    except (OSError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError, zipfile.BadZipFile) as error:
         if isinstance(error, WeightsError):
             raise
         raise WeightsError(
@@ -167,6 +168,8 @@ def _by_names(root: Any) -> Iterator[KerasLayer]:
         group = root[name]
         paths = [_text(each) for each in group.attrs["weight_names"]]
         weights = {_last(each): _tensor(group[each]) for each in paths}
+        if len(weights) < len(paths):  # a nested model, or a wrapper such as Bidirectional
+            raise WeightsError(f"{name} contains several layers, whose order is not known: {', '.join(paths)}")
         if weights:
             yield KerasLayer(_kind(weights), name, weights)
 
@@ -187,7 +190,7 @@ def _by_numbers(file: Any) -> Iterator[KerasLayer]:
     file.visititems(visit)
     if len({name.rpartition("/")[0] for *_, name, _ in found}) > 1:
         names = ", ".join(sorted(name for *_, name, _ in found))
-        raise WeightsError(f"nested models have no known order of layers: {names}")
+        raise WeightsError(f"the order of layers of nested models is not known: {names}")
     for kind, _, name, tensors in sorted(found, key=lambda each: each[:2]):
         known = WEIGHTS.get(kind, tuple(map(str, range(len(tensors)))))
         if len(tensors) > len(known) or (kind == "batch_normalization" and len(tensors) != 4):
@@ -196,7 +199,7 @@ def _by_numbers(file: Any) -> Iterator[KerasLayer]:
 
 
 def _kind(weights: dict[str, Tensor]) -> str:
-    """Infer the kind of a layer in an older file, which does not store the layer's class with its weights."""
+    """Infer the kind of a layer in an older file from its weights. Such a file does not store classes of layers."""
     if "recurrent_kernel" in weights and weights["recurrent_kernel"].dim() == 4:
         return "conv_lstm2d"
     if "moving_mean" in weights:
@@ -206,7 +209,7 @@ def _kind(weights: dict[str, Tensor]) -> str:
 
 
 def _tensor(dataset: Any) -> Tensor:
-    return torch.from_numpy(dataset[()])
+    return torch.from_numpy(np.asarray(dataset[()]))  # h5py returns a scalar as a NumPy number, not as an array
 
 
 def _text(name: Any) -> str:

@@ -27,6 +27,7 @@ from rooftop.errors import InputError, MissingExtraError
 from rooftop.models.detr.detection import resized
 from rooftop.models.detr.losses import Detections
 from rooftop.models.images import normalized, read_image
+from rooftop.user_paths import user_path
 
 Target = dict[str, Tensor]
 FIGURES = (
@@ -57,6 +58,7 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
 
     Raises:
         InputError: a file does not exist or is not JSON in COCO's format; the message names the file and the entry.
+        ValueError: `shorter` or `longer` is below 1.
     """
 
     def __init__(
@@ -69,19 +71,22 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         longer: int = 1333,
         normalize: bool = True,
     ) -> None:
-        self.folder, self.shorter, self.longer, self.normalize = Path(folder), shorter, longer, normalize
-        self.annotations = (
-            _checked(annotations, "annotations") if isinstance(annotations, Mapping) else _read(Path(annotations))
-        )
+        if min(shorter, longer) < 1:
+            raise ValueError(f"CocoDataset: expected shorter and longer of at least 1, got {shorter} and {longer}")
+        self.folder, self.shorter, self.longer, self.normalize = user_path(folder), shorter, longer, normalize
+        if isinstance(annotations, Mapping):
+            source: str | Path = "annotations"
+            self.annotations = _checked(annotations, source)
+        else:
+            source = user_path(annotations)
+            self.annotations = _read(source)
         images, categories = self.annotations["images"], self.annotations["categories"]
         self.images: list[Mapping[str, Any]] = sorted(images, key=lambda image: image["id"])
         ids = sorted(category["id"] for category in categories)
         if len(set(ids)) < len(ids) or len({image["id"] for image in images}) < len(images):
-            raise InputError(f"{annotations}: two images or two categories have the same id")
+            raise InputError(f"{source}: two images or two categories have the same id")
         if not contiguous and ids and ids[0] < 0:
-            raise InputError(
-                f"{annotations}: category id {ids[0]} is not a label, as it is below 0: pass contiguous=True"
-            )
+            raise InputError(f"{source}: category id {ids[0]} is below 0, so it cannot be a label: pass contiguous=True")
         self.label_of = {each: label if contiguous else each for label, each in enumerate(ids)}
         name_of = {self.label_of[category["id"]]: str(category["name"]) for category in categories}
         self.names = tuple(name_of.get(label, "") for label in range(max(name_of, default=-1) + 1))
@@ -90,7 +95,7 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         for place, each in enumerate(self.annotations["annotations"]):
             for key, expected in (("image_id", known), ("category_id", self.label_of)):
                 if each[key] not in expected:
-                    raise InputError(f"{annotations}: annotation {place} has {key} {each[key]}, which does not exist")
+                    raise InputError(f"{source}: annotation {place} has {key} {each[key]}, which does not exist")
             self.boxes_of[each["image_id"]].append(each)
 
     def __len__(self) -> int:
@@ -199,7 +204,7 @@ REQUIRED = {
 }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Mapping[str, Any]:
     """Read the file, and check that all fields in use exist and have the right types."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -210,19 +215,19 @@ def _read(path: Path) -> dict[str, Any]:
     return _checked(found, path)
 
 
-def _checked(found: Any, path: object) -> dict[str, Any]:
-    """Check that all fields in use exist and have the right types; returns the annotations."""
+def _checked(found: Any, path: object) -> Mapping[str, Any]:
+    """Check that all fields in use exist and have the right types; returns `found`."""
     for part, fields in REQUIRED.items():
-        rows = found.get(part) if isinstance(found, dict) else None
+        rows = found.get(part) if isinstance(found, Mapping) else None
         if not isinstance(rows, list):
             raise InputError(f"{path} has no list {part!r}: expected annotations in COCO's format")
         for place, row in enumerate(rows):
             for field, kind in fields.items():
-                given = row.get(field) if isinstance(row, dict) else row
+                given = row.get(field) if isinstance(row, Mapping) else row
                 if not isinstance(given, kind) or isinstance(given, bool):
                     raise InputError(f"{path}: {part}[{place}] has {field} {given!r}, expected {kind.__name__}")
             bbox = row.get("bbox", (0, 0, 0, 0))
             if len(bbox) != 4 or not all(isinstance(side, int | float) for side in bbox):
                 raise InputError(f"{path}: {part}[{place}] has bbox {bbox}, expected left, top, width, height")
-    checked: dict[str, Any] = found
+    checked: Mapping[str, Any] = found
     return checked

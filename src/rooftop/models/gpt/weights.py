@@ -47,6 +47,7 @@ from rooftop.models.weights.load_reports import LoadReport
 from rooftop.models.weights.safetensors_files import INDEX, ONE_FILE, TensorFiles, read_json, safetensors_library
 from rooftop.parallel import Shard, shards_of
 from rooftop.parallel.exchanges import Group
+from rooftop.user_paths import user_path
 
 if TYPE_CHECKING:
     from rooftop.models.gpt.stages import GptStages
@@ -95,7 +96,8 @@ def hugging_face_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) ->
     A tied head is omitted. Tensors that are not packed share memory with the input.
 
     Raises:
-        WeightsError: a tensor is missing, or the head differs from the embedding although the config ties them.
+        WeightsError: a tensor is missing or has another number of rows than the config says, or the head differs from
+            the embedding although the config ties them.
         ValueError: no Hugging Face model supports this config.
     """
     embedding, head = (tensors.get(f"{name}.weight") for name in ("embedding.tokens", "head.output"))
@@ -112,6 +114,8 @@ def _exported(tensors: Mapping[str, Tensor], config: GptConfig) -> Iterator[tupl
         if ours not in tensors:
             raise WeightsError(f"the state dict has no {ours}: expected the state dict of a whole Gpt")
         whole = tensors[ours]
+        if len(whole) != sum(source.rows):
+            raise WeightsError(f"{ours} has {len(whole)} rows, the config expects {sum(source.rows)}")
         for key, part in zip(source.keys, whole.split(list(source.rows)), strict=True):
             yield key, part.T if source.transposed else part
 
@@ -181,7 +185,7 @@ def read_gpt_config(folder: str | Path) -> GptConfig:
         InputError: there is no config.json.
         WeightsError: config.json is damaged, or belongs to an unknown kind of model.
     """
-    path = Path(folder) / CONFIG
+    path = user_path(folder) / CONFIG
     if not path.is_file():
         raise InputError(f"{path} does not exist: expected a folder with config.json and .safetensors files")
     try:
@@ -199,7 +203,7 @@ def config_of_files(config: GptConfig, path: str | Path) -> GptConfig:
     """
     if not config.tied:
         return config
-    with TensorFiles(Path(path)) as files:
+    with TensorFiles(user_path(path)) as files:
         try:
             return with_own_head(config, files)
         except WeightsError as error:
@@ -231,7 +235,7 @@ def load_gpt_weights(model: Gpt | GptStages, path: str | Path) -> LoadReport:
             right config.
         ValueError: no Hugging Face model supports this config.
     """
-    path = Path(path)
+    path = user_path(path)
     config, state, shards = model.config, model.state_dict(), shards_of(model)
     own = {ours: source for ours, source in sources(config).items() if ours in state}
     if config.tied and "embedding.tokens.weight" in own:
@@ -315,7 +319,7 @@ def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> 
         ValueError: the model is a pipeline stage, or no Hugging Face model supports its config.
         MissingExtraError: safetensors is not installed.
     """
-    folder = Path(folder)
+    folder = user_path(folder).resolve()  # "." has no name, and a folder cannot replace a link
     if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
         raise ValueError("save_gpt: expected a whole model, got a pipeline stage")
     config = hugging_face_config(model.config) | {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}

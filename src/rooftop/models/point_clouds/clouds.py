@@ -75,7 +75,7 @@ def read(path: Path) -> Cloud:
         raise InputError(f"{path} does not exist")
     try:
         columns = readers[path.suffix.lower()](path)
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError, OverflowError, MemoryError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     xyz = np.stack([columns[axis].astype(np.float64) for axis in "xyz"], 1)
     there = np.isfinite(xyz).all(1)

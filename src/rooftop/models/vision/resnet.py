@@ -202,9 +202,8 @@ class ResNet(nn.Module):
         self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
         stages, widths, dilation = [], [channels << place for place in range(4)], 1
         for planes, blocks, stride, dilated in zip(widths, layers, (1, 2, 2, 2), dilate, strict=True):
-            first_dilation = (
-                dilation  # the first block changes stride and width, and keeps the previous stage's dilation
-            )
+            # the first block changes stride and width, and keeps the previous stage's dilation
+            first_dilation = dilation
             if dilated:
                 dilation, stride = dilation * stride, 1
             stage = [block(channels, planes, stride, first_dilation, variant)]
@@ -230,11 +229,7 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, (nn.BatchNorm2d, nn.GroupNorm)):
-                nn.init.ones_(module.weight)
-                nn.init.zeros_(module.bias)
-        for module in self.modules():
-            if zero_init_residual and isinstance(module, Block):
+            elif zero_init_residual and isinstance(module, Block):
                 weight = module.last_norm.weight
                 if isinstance(weight, Tensor):  # a norm may have no weights
                     nn.init.zeros_(weight)

@@ -77,7 +77,8 @@ def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind
         kind: name of the kind of model in errors, e.g. "a DETR".
 
     Raises:
-        WeightsError: no dialect has these keys, a part is missing, or one key has two tensors.
+        WeightsError: no dialect has these keys, a part is missing or has another shape than the other parts, or one key
+            has two tensors.
     """
     dialect = next((each for each in dialects if each.sign in tensors), None)
     if dialect is None:
@@ -117,6 +118,10 @@ def _joined(ours: str, found: Mapping[str, str], tensors: Mapping[str, Tensor], 
     if lacking := [part for part in PARTS if part not in found and part not in zero_parts]:
         keys = ", ".join(found.values())
         raise WeightsError(f"{ours} is made of q, k and v: the file has {keys} but no {', '.join(lacking)}")
+    shapes = {key: tuple(tensors[key].shape) for key in found.values()}
+    if len(set(shapes.values())) > 1:
+        told = ", ".join(f"{key} {shape}" for key, shape in shapes.items())
+        raise WeightsError(f"{ours} is made of q, k and v of one shape, but the file has {told}")
     zeros = torch.zeros_like(tensors[next(iter(found.values()))])
     return torch.cat([tensors[found[part]] if part in found else zeros for part in PARTS])
 

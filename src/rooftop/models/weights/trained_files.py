@@ -67,7 +67,7 @@ def trained_file(weights: str | Path) -> TrainedFile | None:
     try:
         said = json.loads(header.get(KEY, "{}"))
         return _read(said) if isinstance(said.get("model"), str) else None  # without "model", the entry is not ours
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise WeightsError(f"{path}: {KEY!r} in its header was not written by rooftop train ({error!r})") from error
 
 
