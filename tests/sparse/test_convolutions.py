@@ -168,6 +168,10 @@ def test_groups() -> None:
     full = F.conv3d(x.dense(), point.weight.movedim(-1, 1), point.bias, groups=3)
     at = x.indices.long()
     torch.testing.assert_close(point(x).features, full[at[:, 0], :, *at[:, 1:].t()])
+    with pytest.raises(ValueError, match="numbers of channels must be at least 0, got -3 and 6"):
+        spconv.SubMConv3d(-3, 6, 3)
+    with pytest.raises(TypeError, match=r"in_channels must be an integer, got 2\.5"):
+        spconv.SubMConv3d(2.5, 6, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="groups must divide 12 and 6 channels, got 5"):
         spconv.SubMConv3d(12, 6, 3, groups=5)
     with pytest.raises(ValueError, match="groups must divide 12 and 6 channels, got 4"):

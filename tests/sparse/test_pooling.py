@@ -97,6 +97,9 @@ def test_strides_are_those_of_spconv_where_none_is_given() -> None:
     assert SparseAvgPool2d(3).stride == (3, 3)
     assert SparseMaxPool(3).stride == SparseAvgPool(3).stride == (1, 1, 1)
     assert SparseMaxPool(3, 2, None).stride == (2, 2, 2)
+    for dimensions in (0, 5):
+        with pytest.raises(ValueError, match=f"ndim must be from 1 to 4, got {dimensions}"):
+            SparseMaxPool(dimensions)
     assert SparseMaxPool3d(3, subm=True).stride == (1, 1, 1)
 
 

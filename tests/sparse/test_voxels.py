@@ -320,6 +320,11 @@ def test_voxels_that_no_memory_can_hold() -> None:
         PointToVoxel(SIZE, RANGE, 4, 5, 2**56)(torch.zeros(3, 4))
 
 
+def test_numbers_of_voxels_are_integers() -> None:
+    with pytest.raises(TypeError, match=r"max_num_voxels must be an integer, got 5\.5"):
+        PointToVoxel(SIZE, RANGE, 4, 5.5, 2)  # type: ignore[arg-type]
+
+
 def test_what_are_no_sizes() -> None:
     for size, ends in ((0.5, RANGE), (SIZE, [[0, 0, 0], [1, 1, 1]]), ("abc", RANGE)):
         with pytest.raises(

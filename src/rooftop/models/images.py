@@ -128,8 +128,9 @@ def cropped(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> Imag
 
 
 def cropping(width: int, height: int, preprocessing: Preprocessing = IMAGENET) -> Resize:
-    """The resize and the crop of a photograph of this size. Where the crop extends beyond the resized photograph,
-    pixels are black.
+    """The resize and the crop of a photograph of this size.
+
+    Where the crop extends beyond the resized photograph, pixels are black.
     """
     short, resize, crop = min(width, height), preprocessing.resize, preprocessing.crop
     size = resize * width // short, resize * height // short
@@ -148,8 +149,9 @@ def normalized_pixels(pixels: Tensor, mean: Sequence[float] = MEAN, std: Sequenc
 
 
 def normalization(mean: Sequence[float], std: Sequence[float], device: torch.device) -> Tensor:
-    """The constants of `normalized_by`: (3, 3), the rows 255, mean and std, with a column per channel. For a GPU, the
-    host waits for all earlier work on the GPU.
+    """The constants of `normalized_by`: (3, 3), the rows 255, mean and std, with a column per channel.
+
+    For a GPU, the host waits for all earlier work on the GPU.
     """
     # a tensor: instead of dividing by a Python number, PyTorch multiplies by its rounded inverse
     return torch.tensor([[255.0] * 3, list(mean), list(std)], device=device)

@@ -121,7 +121,7 @@ def load_report(name: str, weights: str | Path, *, part: str | None = None, **op
     path = _file(name, weights)
     with torch.device("meta"):
         model = build(**options_of(name, weights) | options)
-    return _matched(model, path, part)[0]
+    return _matched(model, path, part).report
 
 
 def matched(model: nn.Module, weights: str | Path, *, name: str = "", part: str | None = None) -> Matched:
@@ -137,13 +137,12 @@ def matched(model: nn.Module, weights: str | Path, *, name: str = "", part: str 
     Raises:
         InputError, WeightsError, MissingExtraError: as in `load`, except for keys that do not fit.
     """
-    if not isinstance(model, tuple(FAMILIES)):
-        path = weights_file(name or type(model).__name__, weights)
-        contents = read_checkpoint(path, part)
-        report = compared(model.state_dict(), contents.tensors, path, "the model's own")
-        report = replace(report, taken=contents.taken, averaged=contents.averaged, others=contents.others)
-        return Matched(report, contents.tensors)
-    return Matched(*_matched(model, weights_file(name or type(model).__name__, weights), part))
+    path = weights_file(name or type(model).__name__, weights)
+    if isinstance(model, tuple(FAMILIES)):
+        return _matched(model, path, part)
+    contents = read_checkpoint(path, part)
+    report = compared(model.state_dict(), contents.tensors, path, "the model's own")
+    return Matched(_of_part(report, contents), contents.tensors)
 
 
 def _builder(name: str) -> Callable[..., nn.Module]:
@@ -161,17 +160,21 @@ def _file(name: str, weights: str | Path) -> Path:
     return weights_file(name, weights)
 
 
-def _matched(model: nn.Module, path: Path, part: str | None) -> tuple[LoadReport, dict[str, Tensor]]:
-    """Match the file's tensors with the model's keys; returns the report and the tensors."""
+def _matched(model: nn.Module, path: Path, part: str | None) -> Matched:
+    """Match a file's tensors with the keys of one of Rooftop's models."""
     found, contents = _converted(model, path, part)
     differing = differing_keys(model, found.left_out)
     report = compared(model.state_dict(), found.tensors, path, found.origin, found.sources, found.unneeded, differing)
-    if contents is not None:
-        report = replace(report, taken=contents.taken, averaged=contents.averaged, others=contents.others)
-    return report, found.tensors
+    return Matched(report if contents is None else _of_part(report, contents), found.tensors)
+
+
+def _of_part(report: LoadReport, contents: Contents) -> LoadReport:
+    """Add to a report which of the file's weights were chosen."""
+    return replace(report, taken=contents.taken, averaged=contents.averaged, others=contents.others)
 
 
 def _converted(model: nn.Module, path: Path, part: str | None) -> tuple[Converted, Contents | None]:
+    """Read a file and convert its tensors to the model's keys. The contents are None for a file of Keras."""
     if path.suffix.lower() in KERAS:
         if part is not None:
             raise WeightsError(f"{path} is a Keras file, which contains one model: leave out part={part!r}")

@@ -8,7 +8,8 @@ fails midway leaves nothing behind.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -162,7 +163,7 @@ class Times:
         """
         if self.device_ms is None or self.host_ms is None:
             return device_ms
-        every, all_ms = sum(call.count for call in self.calls), sum(call.ms for call in self.calls)
+        every, all_ms = self._totals()
         scale = min(1.0, self.device_ms / all_ms) if all_ms > 0 else 1.0
         return self.gain_of(scale * device_ms + self.idle_ms * calls, self.host_ms * calls / max(1, every))
 
@@ -173,8 +174,12 @@ class Times:
         """
         if self.host_ms != 0 or not self.calls:
             return 0.0
-        every, all_ms = sum(call.count for call in self.calls), sum(call.ms for call in self.calls)
+        every, all_ms = self._totals()
         return max(0.0, self.wall_ms - all_ms) / max(1, every)
+
+    def _totals(self) -> tuple[int, float]:
+        """The number of all calls, and their time in ms."""
+        return sum(call.count for call in self.calls), sum(call.ms for call in self.calls)
 
     def gain_of(self, device_ms: float, host_ms: float) -> float:
         """The gain in ms if a step saves `device_ms` of device time and `host_ms` of launch time."""
@@ -323,7 +328,6 @@ def some(count: int, what: str) -> str:
     return counted(count, what) if count else ""
 
 
-def names_of(found: Mapping[str, str]) -> str:
-    """The number of modules of each kind, such as "2 LayerNorm, 1 Softmax"."""
-    kinds = list(found.values())
-    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+def counted_kinds(kinds: Iterable[str]) -> str:
+    """The number of modules of each kind, such as "2 LayerNorm, 1 Softmax"; "" for no modules."""
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items())

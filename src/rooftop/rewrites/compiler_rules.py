@@ -12,7 +12,7 @@ import torch
 import torch.compiler.config as compiler_config
 from torch import Tensor, nn
 
-from rooftop.rewrites.candidates import Call, Candidate, Compiled, Rule, Times, only_on_gpu
+from rooftop.rewrites.candidates import Call, Candidate, Compiled, Rule, Times, counted_kinds, only_on_gpu
 from rooftop.rewrites.format_rules import gain_channels_last
 from rooftop.rewrites.structures import CONSTANTS, mapped
 
@@ -107,8 +107,7 @@ class CompileBlocks(Rule):
         compile_in_place(blocks, dynamic=False)
         if blocks:
             candidate.call = InOneForm(candidate.call, candidate.attention)
-        kinds = Counter(type(block).__name__ for block in blocks)
-        return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        return counted_kinds(type(block).__name__ for block in blocks)
 
 
 def compile_in_place(modules: Sequence[nn.Module], **options: Any) -> None:

@@ -43,9 +43,9 @@ class FoldNorms(Rule):
         return times.gain_ms(share * times.of("batch_norm"), times.count("batch_norm"))
 
     def apply(self, candidate: Candidate) -> str:
-        folded = fold_norms(candidate.model).folded
-        candidate.frozen |= bool(folded)
-        return some(len(folded), "norm") and f"{some(len(folded), 'norm')} folded"
+        folded = len(fold_norms(candidate.model).folded)
+        candidate.frozen |= folded > 0
+        return _norms_folded(folded)
 
 
 class FuseConvolutions(Rule):
@@ -81,11 +81,11 @@ class FuseConvolutions(Rule):
         return times.gain_ms(saved_ms, sum(call.count for call in joined + norms))
 
     def apply(self, candidate: Candidate) -> str:
-        folded = fold_norms(candidate.model, into=(nn.Conv2d,)).folded
+        folded = len(fold_norms(candidate.model, into=(nn.Conv2d,)).folded)
+        candidate.frozen |= folded > 0
         fused = fuse_convolutions(candidate.model).fused
         if not fused:
-            candidate.frozen |= bool(folded)
-            return some(len(folded), "norm") and f"{some(len(folded), 'norm')} folded"
+            return _norms_folded(folded)
         if ChannelsLast.name in candidate.changes:
             lay_out_depthwise(candidate.model)
         run = candidate.call
@@ -94,9 +94,9 @@ class FuseConvolutions(Rule):
             return settled(run(*args, **kwargs))
 
         candidate.prepare(call)
-        candidate.frozen |= bool(folded) or ChannelsLast.name in candidate.changes
+        candidate.frozen |= ChannelsLast.name in candidate.changes
         what = f"{some(len(fused), 'convolution')} fused with the operators after them"
-        return f"{what}, {some(len(folded), 'norm')} folded" if folded else what
+        return f"{what}, {_norms_folded(folded)}" if folded else what
 
 
 class Pools(Rule):
@@ -117,6 +117,10 @@ class Pools(Rule):
 
     def apply(self, candidate: Candidate) -> str:
         return some(len(replace_pools(candidate.model)), "max pool")
+
+
+def _norms_folded(count: int) -> str:
+    return f"{some(count, 'norm')} folded" if count else ""
 
 
 def convolutions_of(calls: Sequence[Call]) -> list[Call]:

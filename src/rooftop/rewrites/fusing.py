@@ -286,7 +286,6 @@ def _activation_by(module: nn.Module) -> str | None:
     return "gelu_tanh" if name == "gelu" and module.approximate != "none" else name
 
 
-
 # ---- the promise ---------------------------------------------------------------------------------------------------
 
 

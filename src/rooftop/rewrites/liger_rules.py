@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rooftop.nn.hooks import has_hooks
 from rooftop.nn.recognizing import recognized
-from rooftop.rewrites.candidates import Candidate, Rule, Times, names_of, only_on_gpu
+from rooftop.rewrites.candidates import Candidate, Rule, Times, counted_kinds, only_on_gpu
 from rooftop.rewrites.module_rules import OF_NORMS, Norms, gain_norms
 
 PACKAGE, FUNCTIONS = "liger_kernel", "liger_kernel.transformers.functional"
@@ -59,15 +59,15 @@ class Liger(Rule):
 
     def apply(self, candidate: Candidate) -> str:
         functions = importlib.import_module(FUNCTIONS)
-        found: dict[str, str] = {}
-        for name, module in candidate.model.named_modules():
+        kinds = []
+        for module in candidate.model.modules():
             if "forward" in vars(module) or has_hooks(module):
                 continue
             if (made := _by_liger(module, functions)) is not None:
                 kind, function = made
-                module.__dict__["forward"] = _Forward(module.forward, function, _dtype_of(module))
-                found[name] = kind
-        return names_of(found)
+                module.__dict__["forward"] = _Forward(module.forward, function, next(module.parameters()).dtype)
+                kinds.append(kind)
+        return counted_kinds(kinds)
 
 
 class _Forward:
@@ -85,10 +85,6 @@ class _Forward:
         if len(given) == 1 and isinstance(given[0], Tensor) and given[0].dtype == self.dtype and given[0].numel():
             return self.function(given[0])
         return self.usual(*inputs, **keywords)
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype
 
 
 def _by_liger(module: nn.Module, functions: Any) -> tuple[str, Function] | None:

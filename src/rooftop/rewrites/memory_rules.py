@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rooftop.rewrites.candidates import Candidate, Rule, Times, only_on_gpu
+from rooftop.rewrites.candidates import Candidate, Rule, Times, counted_kinds, only_on_gpu
 from rooftop.rewrites.compiler_rules import repeated_blocks
 
 LIMIT = 0.8
@@ -40,8 +39,7 @@ class Checkpointing(Rule):
         blocks = repeated_blocks(candidate.model)
         for block in blocks:
             block.__dict__["forward"] = _Recomputed(block)
-        kinds = Counter(type(block).__name__ for block in blocks)
-        return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        return counted_kinds(type(block).__name__ for block in blocks)
 
 
 class _Recomputed:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftop.kernels import layer_norm, rms_norm, softmax
 from rooftop.nn import KINDS, replace
 from rooftop.nn.constants import keep_constants
-from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, names_of, only_on_gpu, some
+from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, counted_kinds, only_on_gpu, some
 from rooftop.rewrites.timed_alone import alone_ms, filled, launch_ms, with_backward
 
 OPERATORS_OF_A_NORM = ("aten::pow", "aten::mean", "aten::rsqrt")
@@ -57,7 +57,7 @@ class Kernels(Rule):
         return gain_norms(times, OURS, share_of(times, SOFTMAX, _softmax) * times.of(SOFTMAX))
 
     def apply(self, candidate: Candidate) -> str:
-        return names_of(replace(candidate.model, only=KINDS).swapped)
+        return counted_kinds(replace(candidate.model, only=KINDS).swapped.values())
 
 
 def gain_norms(times: Times, by: Norms, more_ms: float = 0.0) -> float:
@@ -117,7 +117,9 @@ def launches_ms(times: Times, name: str, make: Callable[..., object]) -> float:
 
 
 def _runs(times: Times, name: str, make: Callable[..., object]) -> Iterator[tuple[Call, Run, Run]]:
-    """(forward call, a function that runs its operator, a function that runs the kernel instead)"""
+    """Yield for each forward call: the call, a function that runs its operator, and a function that runs the kernel
+    instead. With backward in the step, the functions also run backward.
+    """
     trains = times.count(f"{name}_backward") > 0
     for call in times.calls:
         if name in call.operator.name() and "backward" not in call.operator.name():

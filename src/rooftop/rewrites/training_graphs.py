@@ -169,7 +169,7 @@ class TrainingReplays:
                 reached = [_leaves(t) if slope is not None else set() for t, slope in zip(outputs, slopes, strict=True)]
                 leaves = [{id(each)} for each in inputs]
                 leaves += [{id(a), id(p)} for a, p in zip(aliases, parameters, strict=True)]
-                sources.extend({i for i, found in enumerate(reached) if found & each} for each in leaves)
+                sources.extend({i for i, ids in enumerate(reached) if ids & each} for each in leaves)
             lost, starts = zip(*pairs, strict=True)
             gradients = torch.autograd.grad(lost, list(wanted.values()), starts, allow_unused=True)
             of = dict(zip(wanted, gradients, strict=True))

@@ -1,17 +1,16 @@
 """Build the rulebook by bitmaps on a GPU: one bit for each cell of the grid says whether the cell has a site.
 
-A cell's index is its key, so the set bits are the sites in sorted order. A second array
-stores, for each word, the number of set bits up to the end of this word. So one word and its count determine whether a
-cell has a site, and the site's rank among all sites. Keys are neither searched nor sorted. The rank of
-a cell is:
+A cell's index is its key, so the set bits are the sites in sorted order. A second array stores, for each word, the
+number of set bits up to the end of this word. So one word and its count determine whether a cell has a site, and the
+site's rank among all sites. Keys are neither searched nor sorted. The rank of a cell is:
 
     rank(cell) = set bits of all words up to the cell's word - set bits of the cell's word from the cell's bit on
 
 A submanifold convolution marks its sites, counts them, stores the row of each rank, and reads the cells around each
 site. Other convolutions mark the cells that their sites reach. The rank of a marked cell is the output's row. In
-addition to the tables, the kernels read or write the words and the second array a few times, which take 1 bit per cell
-each. A thin surface of 1 M sites in 81 M cells has 81 cells per site. Up to CELLS_PER_SITE cells per site, bitmaps are
-predicted to be faster than hash tables (`hash_tables.py`).
+addition to the tables, the kernels read or write the words and the second array a few times. The words take 1 bit per
+cell, and so does the second array. A thin surface of 1 M sites in 81 M cells has 81 cells per site. Up to
+CELLS_PER_SITE cells per site, bitmaps are predicted to be faster than hash tables (`hash_tables.py`).
 """
 
 from __future__ import annotations

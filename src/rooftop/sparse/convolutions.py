@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from rooftop.hardware.large_tensors import allocated
 from rooftop.sparse.functional import convolve, linear
-from rooftop.sparse.geometries import PerDimension, check_kernel
-from rooftop.sparse.modules import SparseModule
+from rooftop.sparse.geometries import PerDimension, check_kernel, whole_number
+from rooftop.sparse.modules import SparseModule, check_input
 from rooftop.sparse.rulebook import Rulebook
 from rooftop.sparse.rulebook_cache import (
     inverse_rulebook,
@@ -101,19 +101,23 @@ class SparseConvolution(SparseModule):
             algo: ignored; see `ConvAlgo`.
             fp32_accum, large_kernel_fast_algo: ignored. Accumulation is in float32 or wider for kernels of any size.
             record_voxel_count: whether to record the maximum number of outputs of any call, for `get_max_num_voxels()`.
-            name: name in error messages.
+            name: as in `SparseModule`.
             output_padding: for a transposed convolution, as in `torch.nn.ConvTranspose3d`.
             num_out_act_bound: the fixed number of output rows. If there are fewer sites, the last rows are not sites.
                 With this bound, the host does not wait for the device. None: one row per output site.
             device, dtype: device and dtype of weight and bias.
 
         Raises:
-            TypeError, ValueError: invalid sizes, groups or algo, or a weight of 2^63 bytes or more.
+            TypeError, ValueError: invalid channels, sizes, groups or algo, or a weight of 2^63 bytes or more.
             MemoryError: the host has too little memory for the weight.
         """
         super().__init__(name)
         if algo is not None and not isinstance(algo, ConvAlgo):
             raise TypeError(f"algo must be a rooftop.sparse.ConvAlgo or None, got {algo!r}")
+        in_channels, out_channels = whole_number("in_channels", in_channels), whole_number("out_channels", out_channels)
+        groups = whole_number("groups", groups)
+        if min(in_channels, out_channels) < 0:
+            raise ValueError(f"numbers of channels must be at least 0, got {in_channels} and {out_channels}")
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(f"groups must divide {in_channels} and {out_channels} channels, got {groups}")
         sizes = [
@@ -166,7 +170,9 @@ class SparseConvolution(SparseModule):
                 for another geometry or for other sites than those of x; or as in `build_rulebook`.
             MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
-        self._check_input(x)
+        check_input(self, x, self.ndim)
+        if x.features.shape[1] != self.in_channels:
+            raise ValueError(f"{type(self).__name__} takes {self.in_channels} channels, got {x}")
         if self.conv1x1:
             # Unlike the kernels of sparse convolution, a matrix product also reads rows that are not sites. A NaN in
             # such a row would make the weight's gradient NaN.
@@ -186,17 +192,6 @@ class SparseConvolution(SparseModule):
             self.transposed,
         )  # fmt: skip
         return layer_rulebook(x, shape, self.indice_key, self.num_out_act_bound)
-
-    def _check_input(self, x: SparseConvTensor) -> None:
-        if not isinstance(x, SparseConvTensor):
-            raise TypeError(
-                f"{type(self).__name__} takes a rooftop.sparse.SparseConvTensor, got {type(x).__name__}: "
-                "torch.nn.Sequential passes only features, so use SparseSequential"
-            )
-        if x.dims != self.ndim:
-            raise ValueError(f"{type(self).__name__} expects grids of {self.ndim} dimensions, got {x}")
-        if x.features.shape[1] != self.in_channels:
-            raise ValueError(f"{type(self).__name__} takes {self.in_channels} channels, got {x}")
 
     def get_max_num_voxels(self) -> Tensor | None:
         """Return the maximum number of outputs of any call so far, (1,) int32. None without `record_voxel_count`,

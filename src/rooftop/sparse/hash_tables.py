@@ -22,8 +22,8 @@ from rooftop.sparse.sites import check_sites
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
 
 MAX_SLOTS = 2**30  # maximum number of slots in a hash table, whose slot numbers are int32
-# A table starts with room for this many outputs per input, and grows if needed. With kernel
-# size 3, the outputs of a flat surface are 3 cells thick.
+# A table starts with room for this many outputs per input, and grows if needed. With kernel size 3, the outputs of a
+# flat surface are 3 cells thick.
 ROOM_PER_SITE = 4
 
 

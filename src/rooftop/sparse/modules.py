@@ -24,12 +24,25 @@ class SparseModule(nn.Module):
     Users can derive their own modules from this class.
 
     Args:
-        name: name in error messages.
+        name: stored as the attribute `name`, as in spconv; it has no effect.
     """
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.name = name
+
+
+def check_input(module: SparseModule, x: Any, ndim: int | None = None) -> None:
+    """Raise `TypeError` unless x is a sparse tensor, and `ValueError` unless its grid has `ndim` dimensions (None: any
+    number).
+    """
+    if not isinstance(x, SparseConvTensor):
+        raise TypeError(
+            f"{type(module).__name__} takes a rooftop.sparse.SparseConvTensor, got {type(x).__name__}: "
+            "torch.nn.Sequential passes only features, so use SparseSequential"
+        )
+    if ndim is not None and x.dims != ndim:
+        raise ValueError(f"{type(module).__name__} expects grids of {ndim} dimensions, got {x}")
 
 
 def is_spconv_module(module: nn.Module) -> bool:
@@ -40,6 +53,7 @@ def is_spconv_module(module: nn.Module) -> bool:
 class SparseSequential(SparseModule):
     """Run modules in order. Pass modules as positional arguments, in one `OrderedDict`, or by keyword. `add` appends
     a module.
+
 
     A `SparseModule` gets the sparse tensor; any other module gets only the features (N, C). After `ToDense`, or any
     module that returns a dense tensor, modules get that dense tensor. Empty inputs also pass through all modules, so

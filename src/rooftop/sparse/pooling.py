@@ -14,15 +14,15 @@ back to the pooling layer's input sites.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rooftop.kernels import sparse_avg_pool, sparse_global_avg_pool, sparse_global_max_pool, sparse_max_pool
 from rooftop.sparse.convolutions import VOXEL_COUNT, ConvAlgo, check_submanifold, record_most
-from rooftop.sparse.geometries import PerDimension, check_kernel
-from rooftop.sparse.modules import SparseModule
+from rooftop.sparse.geometries import MAX_DIMS, PerDimension, check_kernel
+from rooftop.sparse.modules import SparseModule, check_input
 from rooftop.sparse.rulebook_cache import layer_geometry, layer_rulebook, on_outputs, per_dimension, rows_of_outputs
 from rooftop.sparse.tensor import SparseConvTensor
 
@@ -65,16 +65,18 @@ class SparsePool(SparseModule):
                 be 1, and the padding is ignored.
             algo: ignored; see `ConvAlgo`.
             record_voxel_count: whether to record the maximum number of outputs of any call, for `get_max_num_voxels()`.
-            name: name in error messages.
+            name: as in `SparseModule`.
             num_out_act_bound: the fixed number of output rows. If there are fewer sites, the last rows are not sites.
                 With this bound, the host does not wait for the device. None: one row per output site.
 
         Raises:
-            TypeError, ValueError: invalid sizes or algo.
+            TypeError, ValueError: invalid ndim, sizes or algo.
         """
         super().__init__(name)
         if algo is not None and not isinstance(algo, ConvAlgo):
             raise TypeError(f"algo must be a rooftop.sparse.ConvAlgo or None, got {algo!r}")
+        if not 1 <= ndim <= MAX_DIMS:
+            raise ValueError(f"ndim must be from 1 to {MAX_DIMS}, got {ndim}")
         if stride is None:
             stride = 1 if subm else kernel_size
         self.ndim, self.subm, self.indice_key, self.algo = ndim, subm, indice_key, algo
@@ -98,9 +100,7 @@ class SparsePool(SparseModule):
                 for another geometry or for other sites than those of x; or as in `build_rulebook`.
             MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
-        _check_input(self, x)
-        if x.dims != self.ndim:
-            raise ValueError(f"{type(self).__name__} expects grids of {self.ndim} dimensions, got {x}")
+        check_input(self, x, self.ndim)
         shape = layer_geometry(x, self.kernel_size, self.stride, self.padding, self.dilation, subm=self.subm)
         rulebook = layer_rulebook(x, shape, self.indice_key, self.num_out_act_bound)
         pool = sparse_avg_pool if self.average else sparse_max_pool
@@ -221,7 +221,7 @@ class SparseGlobalMaxPool(SparseModule):
     """
 
     def forward(self, x: SparseConvTensor) -> Tensor:
-        _check_input(self, x)
+        check_input(self, x)
         return sparse_global_max_pool(x.features, x.indices[:, 0], x.batch_size)
 
 
@@ -232,13 +232,5 @@ class SparseGlobalAvgPool(SparseModule):
     """
 
     def forward(self, x: SparseConvTensor) -> Tensor:
-        _check_input(self, x)
+        check_input(self, x)
         return sparse_global_avg_pool(x.features, x.indices[:, 0], x.batch_size)
-
-
-def _check_input(module: SparseModule, x: Any) -> None:
-    if not isinstance(x, SparseConvTensor):
-        raise TypeError(
-            f"{type(module).__name__} takes a rooftop.sparse.SparseConvTensor, got {type(x).__name__}: "
-            "torch.nn.Sequential passes only features, so use SparseSequential"
-        )

@@ -289,8 +289,8 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
         shape: the convolution's geometry.
         num_out_act_bound: the fixed number of output rows. Rows beyond the number of outputs are -1. With a bound, the
             host does not wait for the device, so a CUDA graph can capture the call once a first call has loaded the
-            kernels. A submanifold convolution has as many outputs as inputs and never waits. For a
-            submanifold convolution, num_out_act_bound must be at least N.
+            kernels. A submanifold convolution has as many outputs as inputs and never waits. For a submanifold
+            convolution, num_out_act_bound must be at least N.
 
     Raises:
         MissingExtraError: Warp is not installed.
@@ -314,14 +314,13 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
             raise ValueError(f"num_out_act_bound must be from {least} to {MAX_ROWS}, got {num_out_act_bound}")
     bounded = num_out_act_bound is not None and not shape.subm
     sizes = (shape.in_shape, shape.out_shape, shape.ksize, shape.stride, shape.padding, shape.dilation)
-    has_any_size = num_out_act_bound is None and not shape.subm
     arguments: tuple[Any, ...] = (indices, shape.batch_size, *map(list, sizes), shape.subm, shape.transpose)
     if shape.subm:
         neighbours, faults = _submanifold(*arguments)
-    elif has_any_size and _is_traced_by_dynamo():
-        out_indices, neighbours, reached, faults = without_num_out_act_bound(*arguments, None)
-    elif not has_any_size:
+    elif bounded:
         out_indices, neighbours, reached, faults = _bounded(*arguments, num_out_act_bound)
+    elif _is_traced_by_dynamo():
+        out_indices, neighbours, reached, faults = without_num_out_act_bound(*arguments, None)
     elif _is_unseen(indices) and fit_bitmaps(indices, shape) and not checks_values(indices):
         out_indices, neighbours, reached, faults = _counted(indices, shape, arguments)
     else:

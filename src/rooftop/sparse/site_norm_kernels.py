@@ -1,9 +1,8 @@
 """The Triton kernels of batch norm over sites. `site_norms.py` has the operators.
 
 The rows are divided into parts of equal length, and each program sums one part. For each block of columns, one program
-merges the parts, always in the same order. The result of a part is a count, a mean and a sum of squared
-deviations. Merging as in Chan et al. 1983, "Algorithms for Computing the Sample Variance", avoids cancellation for
-large means.
+merges the parts, always in the same order. The result of a part is a count, a mean and a sum of squared deviations.
+Merging as in Chan et al. 1983, "Algorithms for Computing the Sample Variance", avoids cancellation for large means.
 
 Arithmetic uses the dtype of the statistics, which is float64 for float32 rows. A mean rounded to float32 would shift
 all sites by the same amount. For values far from zero, that shift would exceed the rounding error of the rows
@@ -108,10 +107,8 @@ def site_gradient_sums(
     """Each program sums dy, and dy times the normalized x, over the sites in one part of `length` rows."""
     part, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
-    middle, scale = (
-        tl.load(center + column, mask=inside, other=0.0)[None, :],
-        tl.load(rate + column, mask=inside, other=0.0)[None, :],
-    )
+    middle = tl.load(center + column, mask=inside, other=0.0)[None, :]
+    scale = tl.load(rate + column, mask=inside, other=0.0)[None, :]
     wide: tl.constexpr = center.dtype.element_ty
     plain = tl.zeros((COLUMNS,), wide)
     scaled = tl.zeros((COLUMNS,), wide)

@@ -1,7 +1,7 @@
 """Neighbour tables in the forms that sparse convolution kernels need: ordered rows, and pair lists.
 
-Each form is computed once for all layers that share a rulebook. An ordered table replaces the unordered table,
-which saves 54 MB for half a million sites and 27 offsets. `torch.library` operators compute all forms, so that compiled
+Each form is computed once for all layers that share a rulebook. An ordered table replaces the unordered table, which
+saves 54 MB for half a million sites and 27 offsets. `torch.library` operators compute all forms, so that compiled
 programs can use these forms.
 """
 

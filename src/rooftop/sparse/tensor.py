@@ -31,8 +31,8 @@ REDUCTIONS = ("sum", "mean", "max", "min")
 class SparseConvTensor:
     """Features on the active sites of a batch of grids.
 
-    A row of indices that consists of -1 is not a site. If the number of output rows of a convolution
-    is fixed, the last rows may be -1.
+    A row of indices that consists of -1 is not a site. If the number of output rows of a convolution is fixed, the last
+    rows may be -1.
 
     Attributes:
         features: (N, C). Change features with `replace_feature`.
@@ -222,9 +222,8 @@ class SparseConvTensor:
             check_sites(self.indices, self.batch_size, self.spatial_shape)
         sites, cells = self.indices.long(), self.batch_size * self.spatial_size
         inside = in_range(sites, self.batch_size, self.spatial_shape)
-        cell = torch.where(
-            inside, keys_of(sites, self.spatial_shape), cells
-        )  # an additional cell collects rows that are not sites
+        # an additional cell collects rows that are not sites
+        cell = torch.where(inside, keys_of(sites, self.spatial_shape), cells)
         channels, new_zeros = self.features.shape[1], self.features.new_zeros
         shape = (self.batch_size, *self.spatial_shape, channels)
         zeros = allocated("dense(): a tensor", shape, self.features.dtype, lambda: new_zeros(cells + 1, channels))
@@ -235,8 +234,8 @@ class SparseConvTensor:
         """Merge rows of the same site, by the "sum", "mean", "max" or "min" of their features. The result's sites are
         sorted.
 
-        The operation is differentiable and deterministic. Rows are reduced in ascending order of their
-        numbers, and summed in float32 or wider. The host waits for the device. The result has no rulebooks.
+        The operation is differentiable and deterministic. Rows are reduced in ascending order of their numbers, and
+        summed in float32 or wider. The host waits for the device. The result has no rulebooks.
 
         Raises:
             TypeError: the features are integers.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rooftop.hardware.large_tensors import allocated
-from rooftop.sparse.geometries import INT32_SIZE, MAX_DIMS, NO_KEY
+from rooftop.sparse.geometries import INT32_SIZE, MAX_DIMS, NO_KEY, whole_number
 from rooftop.words import did_you_mean
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -190,6 +190,7 @@ class PointToVoxel:
             device: the device of the points.
 
         Raises:
+            TypeError: a number of features, voxels or points is not an integer; or as in `grid_of`.
             ValueError: the grid is invalid (see `grid_of`), there are fewer features than coordinates, or a maximum is
                 below 1.
         """
@@ -200,8 +201,9 @@ class PointToVoxel:
         self.vsize = list(self._grid.sizes[::-1])
         ends = [float(end) for end in coors_range_xyz]
         self.coors_range = ends[:dims][::-1] + ends[dims:][::-1]
-        self.num_point_features = num_point_features
-        self.max_num_voxels, self.max_num_points_per_voxel = max_num_voxels, max_num_points_per_voxel
+        self.num_point_features = whole_number("num_point_features", num_point_features)
+        self.max_num_voxels = whole_number("max_num_voxels", max_num_voxels)
+        self.max_num_points_per_voxel = whole_number("max_num_points_per_voxel", max_num_points_per_voxel)
         if num_point_features < dims or max_num_voxels < 1 or max_num_points_per_voxel < 1:
             raise ValueError(
                 f"expected at least {dims} features, 1 voxel and 1 point, got num_point_features {num_point_features}, "

@@ -147,7 +147,7 @@ def test_annotations_in_memory(folder: Path) -> None:
     assert len(CocoDataset(folder, MappingProxyType(described()))) == len(described()["images"])
     changed = described()
     changed["images"][0].update(id=3)
-    with pytest.raises(InputError, match="^annotations: two images or two categories have the same id$"):
+    with pytest.raises(InputError, match=r"^annotations: two images or two categories have the same id$"):
         CocoDataset(folder, changed)
 
 

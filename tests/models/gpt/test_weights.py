@@ -265,7 +265,11 @@ WRONG: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "quantized": (
         lambda t: t | {"model.norm.weight": torch.ones(24, dtype=torch.int8)},
-        "model.norm.weight holds integers",
+        "model.norm.weight holds integers or 8-bit floats",
+    ),
+    "in eight bits": (
+        lambda t: t | {"model.norm.weight": torch.ones(24, dtype=torch.float8_e4m3fn)},
+        "model.norm.weight holds integers or 8-bit floats",
     ),
 }
 

@@ -161,7 +161,7 @@ class ConvLSTM2D(nn.Module):
         Raises:
             TypeError: the dtypes do not match.
             ValueError: shapes do not match, a frame is smaller than the kernel, or a stateful layer's state has another
-                batch size.
+                batch size or frame size.
         """
         output, (hidden, cell) = self.unrolled(x, initial_state, mask, last_only=not self.return_sequences)
         if not self.return_sequences:
@@ -222,7 +222,7 @@ class ConvLSTM2D(nn.Module):
     def _pads(self, sizes: Sequence[int]) -> tuple[Pair, Pair]:
         """The zero padding of a frame: ((rows above, columns on the left), (rows below, columns on the right)).
 
-        If a total is odd, the additional row is below, or the additional column on the right.
+        An odd number of rows has the additional row below; an odd number of columns has it on the right.
         """
         if self.padding == "valid":
             return (0, 0), (0, 0)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rooftop.launch.symbolic import refuse_proxies
 from rooftop.models.conv_lstm.layer import FIRST, LAST, ConvLSTM2D, States
+from rooftop.nn.modes import evaluating
 
 WIDE = 8  # with fewer output channels, cuDNN does not use tensor cores for float32
 
@@ -202,17 +203,12 @@ def predict_frames(network: NextFrameNetwork, frames: Tensor, count: int) -> Ten
     """
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"predict_frames: count must be a positive integer, got {count!r}")
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    try:
-        with torch.no_grad():
-            return _rolled_out(network, frames, count)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(network), torch.no_grad():
+        return _rolled_out(network, frames, count)
 
 
 def _rolled_out(network: NextFrameNetwork, frames: Tensor, count: int) -> Tensor:
+    """Predict frame by frame: each predicted frame is the input of the next step."""
     hidden, states = network.features(frames)
     predicted = []
     while True:

@@ -4,8 +4,8 @@
     found = continue_clip(network, frames[:10], frames[10:], 20)
     found.frames, found.errors, found.errors_of_repeating
 
-`errors_of_repeating` is the baseline, the errors of repeating the last frame. A network whose errors are no lower has
-learned nothing about motion.
+`errors_of_repeating` is the baseline: the errors of a prediction that repeats the last frame. A network whose errors
+are no lower has learned nothing about motion.
 """
 
 from __future__ import annotations
@@ -91,15 +91,18 @@ def _options(path: Path) -> dict[str, Any]:
 
 
 def _kernels(path: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """Read the kernels of the ConvLSTM layers and of the head from a file of torch.save or safetensors."""
+    tensors = read_weights(path)
     try:
-        tensors = converted(read_weights(path), NEXT_FRAME, "a next-frame network").tensors
+        tensors = converted(tensors, NEXT_FRAME, "a next-frame network").tensors
     except WeightsError as error:
-        raise error if str(path) in str(error) else WeightsError(f"{path}: {error}") from error
+        raise WeightsError(f"{path}: {error}") from error
     names = [f"layers.{number}.kernel" for number in range(3)]
     return [tensors[name] for name in names if name in tensors], [tensors[n] for n in ("head.weight",) if n in tensors]
 
 
 def _keras_kernels(path: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """Read the kernels of the ConvLSTM layers and of the convolutions from a file of Keras, in torch's layout."""
     layers = read_keras_weights(path)
     return (
         [as_torch(each)["kernel"] for each in layers if each.kind == "conv_lstm2d"],

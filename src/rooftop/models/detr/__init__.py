@@ -1,4 +1,4 @@
-"""DETR, which detects objects as a set prediction by one transformer: the network, its losses, weights from other
+"""DETR, a transformer that predicts the set of objects in an image: the network, its losses, weights from other
 libraries, and detection on photographs."""
 
 from rooftop.models.detr.losses import Detections, Matcher, SetCriterion, Target, corners, to_detections

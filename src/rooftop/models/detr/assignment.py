@@ -3,9 +3,9 @@
 Two functions find assignments of the same total cost. `assign_on_host` calls scipy for one problem after another; if
 the costs are on a GPU, the host waits for the GPU. `assign_batched` solves all problems in lockstep, in plain PyTorch,
 and never waits. `assign_batched` uses shortest augmenting paths (Jonker and Volgenant 1987, in the form of Crouse 2016,
-"On implementing 2D rectangular assignment algorithms", which scipy also uses). For M targets `assign_batched` takes
-M (M + 1) / 2 steps of about a dozen kernel launches each, for any batch size. Use `assign_batched` for few targets, in
-a CUDA graph, or when the host has other work.
+"On implementing 2D rectangular assignment algorithms", which scipy also uses). For M targets and at least M queries,
+`assign_batched` takes M (M + 1) / 2 steps of about two dozen kernel launches each on a GPU, for any batch size. Use
+`assign_batched` for few targets, in a CUDA graph, or when the host has other work.
 
 A cost that is NaN or infinite counts as `WORST`. A pair with this cost is assigned only if no other pair is left.
 """
@@ -18,9 +18,9 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 
 WORST = 1e5
-"""Costs are clamped to -WORST..WORST. In float64, sums of such costs are exact to ten decimal places."""
+"""Costs are clamped to -WORST..WORST. In float64, a sum of a hundred such costs is exact to eight decimal places."""
 FORBIDDEN = 1e9
-"""The cost of a target that does not exist. This cost exceeds any total of real costs."""
+"""The cost of a target that does not exist. This cost exceeds any total of the real costs of up to 5,000 pairs."""
 
 
 def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:

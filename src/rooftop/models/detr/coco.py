@@ -86,7 +86,7 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         if len(set(ids)) < len(ids) or len({image["id"] for image in images}) < len(images):
             raise InputError(f"{source}: two images or two categories have the same id")
         if not contiguous and ids and ids[0] < 0:
-            raise InputError(f"{source}: category id {ids[0]} is below 0, so it cannot be a label: pass contiguous=True")
+            raise InputError(f"{source}: category id {ids[0]} is below 0 and cannot be a label: pass contiguous=True")
         self.label_of = {each: label if contiguous else each for label, each in enumerate(ids)}
         name_of = {self.label_of[category["id"]]: str(category["name"]) for category in categories}
         self.names = tuple(name_of.get(label, "") for label in range(max(name_of, default=-1) + 1))

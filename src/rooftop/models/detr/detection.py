@@ -29,6 +29,7 @@ from rooftop.models.detr.losses import Detections, to_detections
 from rooftop.models.detr.network import Detr
 from rooftop.models.images import check_images, find_images, normalized, not_finite, prepared
 from rooftop.models.loading import load, load_report
+from rooftop.nn.modes import evaluating
 
 HEAD = "class_embed.bias"
 
@@ -202,14 +203,11 @@ def _run(
 ) -> list[Detections]:
     """Run the model on a batch; returns the boxes of all queries on the CPU."""
     like = next(model.parameters())
-    trained = [module for module in model.modules() if module.training]
     try:
-        predictions = model.eval()([image.to(like.device, like.dtype) for image in inputs])
+        with evaluating(model):
+            predictions = model([image.to(like.device, like.dtype) for image in inputs])
     except torch.cuda.OutOfMemoryError as error:
         raise ModelRunError(f"{len(inputs)} photographs at once do not fit into memory; use a smaller batch") from error
-    finally:
-        for module in trained:
-            module.training = True
     finite = predictions.logits.isfinite().flatten(1).all(1) & predictions.boxes.isfinite().flatten(1).all(1)
     if not finite.all():
         raise not_finite(batch[finite.tolist().index(False)])

@@ -173,8 +173,8 @@ class SetCriterion(nn.Module):
         Returns:
             loss_ce, loss_bbox (L1), loss_giou and cardinality_error (the error in the number of objects, without a
             gradient). The names for earlier decoder layers end in _0, _1, ... The box losses are divided by the number
-            of objects in the batch. In training, the number of objects is averaged over the processes of
-            torch.distributed.
+            of objects in the batch, or by 1 if there are none. In training, the number of objects is averaged over the
+            processes of torch.distributed.
 
         Raises:
             ValueError: a target is invalid, or the number of images or classes does not match.

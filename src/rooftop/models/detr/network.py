@@ -104,7 +104,7 @@ class Features(ResNet):
     """A ResNet without its head: (B, 3, H, W) -> (B, channels, H / 32, W / 32).
 
     With frozen norms, the stem and the first stage are frozen too: they recognize edges and colours, which detection
-        need not learn again.
+    need not learn again.
     """
 
     def __init__(
@@ -392,8 +392,8 @@ class Detr(nn.Module):
         Args:
             images: a batch (B, 3, H, W), or a list of images (3, H, W), which `pad_images` combines into a batch;
                 normalized as for a ResNet.
-            padding: for a batch, bool (B, H, W), True outside the image; None if there is no padding. An image that is
-                entirely padding counts as a black image.
+            padding: for a batch, bool (B, H, W), True outside the image; None if there is no padding. In an image that
+                is entirely padding, all cells are visible.
 
         Raises:
             ValueError: there are no images, or the shape or dtype of images or mask is wrong.

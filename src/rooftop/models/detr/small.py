@@ -1,8 +1,9 @@
 """A small DETR for small pictures, which can be trained from random initial values.
 
 With the published settings, a DETR needs hundreds of epochs until its queries attend to the right cells. This network
-learns faster than with the published settings because of:
-- Small pictures with few objects, ten queries and a narrow transformer. A query attends to 64 cells instead of 1000.
+learns faster for four reasons:
+- Small pictures with few objects, ten queries and a narrow transformer. In a picture of 64 x 64 pixels, a query attends
+  to 64 cells instead of 1000.
 - Coordinates in the feature map. In DETR's attention, only queries and keys contain positions; values do not. In this
   network the feature map has two more channels, x and y, so that an object can read its position from the cells that
   it attends to.

@@ -273,9 +273,8 @@ def hugging_face_kind(config: GptConfig) -> str:
     raise ValueError(
         "Hugging Face's Llama has norm 'rms', position 'rope', activation 'swiglu' and no dropout except in "
         "attention. Its Mistral also has a window, its Qwen2 has biases of only queries, keys and values, and its "
-        "Qwen3 has "
-        "head_norms. GPT-2 has norm 'layer', position 'learned', a GELU, biases and equal kv_heads and heads. "
-        f"This config is none of these: {config}"
+        "Qwen3 has head_norms. GPT-2 has norm 'layer', position 'learned', a GELU, biases, and equal kv_heads and "
+        f"heads. This config is none of these: {config}"
     )
 
 

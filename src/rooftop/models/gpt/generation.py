@@ -129,8 +129,9 @@ class Generation:
     """Iterate over tokens as they are generated: (index of the prompt, token).
 
     Arguments and errors are the same as for `generate`. Autocast and inference mode have no effect. Each iteration
-    starts again from the prompts and yields the same tokens. Two iterations at the same time raise an error. Tensor
-    parallel ranks iterate in lockstep: if the loop ends early, it must end after the same token on all ranks.
+    starts again from the prompts and yields the same tokens. A second iteration before the end of the first raises
+    ValueError. Tensor parallel ranks iterate in lockstep: if the loop ends early, it must end after the same token on
+    all ranks.
 
     Attributes:
         ranks: number of tensor parallel ranks that share the model.
@@ -139,7 +140,7 @@ class Generation:
             including waits for the device.
         steps: the decoding steps so far, each as (number of sequences, number of positions that the sequences attended
             to, summed over the sequences). Layers with a window attend to fewer positions.
-        decode_s: seconds that the decoding steps took.
+        decode_s: seconds that the decoding steps took, without the capture of the CUDA graph.
         norm_sums_refused: the reason why decoding steps sum over the ranks with NCCL. "": the steps use one kernel that
             sums and computes the norm (`rooftop.parallel.norm_sums`). None: no step has run on a GPU yet.
     """
@@ -447,9 +448,8 @@ def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, 
     embeddings = config.vocabulary * (1 if config.tied else 2)
     embeddings += config.positions if config.position == "learned" else 0
     weights = config.parameters - embeddings * config.width + config.vocabulary * config.width  # the whole head
-    weights += (
-        rows * config.width * (2 if config.position == "learned" else 1)
-    )  # of the embeddings, only the rows that are looked up
+    # of the embeddings, only the rows that are looked up
+    weights += rows * config.width * (2 if config.position == "learned" else 1)
     products = config.layers * config.layer_weights + config.vocabulary * config.width
     narrow = config.windowed_layers
     seen = (config.layers - narrow) * positions + narrow * (positions if windowed is None else windowed)

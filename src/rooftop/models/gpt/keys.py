@@ -158,7 +158,7 @@ class Tensors(Protocol):
         """The names of all tensors."""
 
     def shape_and_kind(self, key: str) -> tuple[tuple[int, ...], bool]:
-        """Shape of a tensor, and whether it is floating point."""
+        """Shape of a tensor, and whether it is floating point with at least 16 bits."""
 
     def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
         """Return a range of rows and columns of a tensor, or of its transpose if `transposed` is set."""
@@ -177,7 +177,8 @@ class InMemory:
         return self.tensors.keys()
 
     def shape_and_kind(self, key: str) -> tuple[tuple[int, ...], bool]:
-        return tuple(self.tensors[key].shape), self.tensors[key].is_floating_point()
+        tensor = self.tensors[key]
+        return tuple(tensor.shape), tensor.is_floating_point() and tensor.itemsize > 1
 
     def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
         whole = self.tensors[key].T if transposed else self.tensors[key]
@@ -260,18 +261,21 @@ def shapes_of(config: GptConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensor(key: str, tensors: Tensors, expected: tuple[int, ...]) -> None:
-    """Raise WeightsError if the tensor has a different shape or is not floating point."""
+    """Raise WeightsError if the tensor has a different shape or is quantized."""
     shape, floating = tensors.shape_and_kind(key)
     if shape != expected:
         raise WeightsError(f"{key} has shape {shape}, the config expects {expected}")
     if not floating:
-        raise WeightsError(f"{key} holds integers: quantized weights are not supported; save them as floating point")
+        raise WeightsError(
+            f"{key} holds integers or 8-bit floats: quantized weights are not supported; save them as float16, "
+            "bfloat16, float32 or float64"
+        )
 
 
 # ---- ignored tensors -----------------------------------------------------------------------------------------------
 
 ROWS_AT_ONCE = 4096
-"""The number of rows that are compared at a time: about 100 MB for a large vocabulary."""
+"""The number of rows that are compared at a time. For a width of 8,192, this many rows of bfloat16 take 67 MB."""
 
 
 def with_own_head(config: GptConfig, tensors: Tensors) -> GptConfig:
@@ -327,6 +331,7 @@ def differing(match: Match, config: GptConfig, tensors: Tensors) -> list[str]:
 
 
 def _follows(key: str, given: Tensor, config: GptConfig) -> bool:
+    """Whether an ignored tensor is the tensor that the config determines."""
     if given.is_meta:
         return True
     if key.endswith("inv_freq"):

@@ -188,7 +188,8 @@ def fill_shared(
 ) -> None:
     """Fill this rank's part of a sharded model with the initial values of a seed.
 
-    Args: whole_name: for pipeline stages, maps a parameter's name in the stage to its name in the whole model.
+    Args:
+        whole_name: for pipeline stages, maps a parameter's name in the stage to its name in the whole model.
     """
     from rooftop.parallel.sharded_data import local_of, shard_here
 

@@ -300,7 +300,7 @@ class Gpt(nn.Module):
         packing: Packing | None = None,
         rotation: Rotation | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the head's input, (x, update), (B, S, W) each.
+        """Compute the head's input, (x, update), (B, S, W) each; update is None if there are no layers.
 
         Arguments are the same as for `forward`, but they are not checked.
 
@@ -311,7 +311,7 @@ class Gpt(nn.Module):
             ValueError: a cache is combined with sequence parallelism.
         """
         if cache is not None and self.split_along is not None:
-            raise ValueError("Gpt: a cache cannot be used with sequence_parallel: build the model without the latter")
+            raise ValueError("Gpt: a cache cannot be used with sequence_parallel: build the model without it")
         x = input if self.embedding is None else self.embedding(input, positions)
         update: Tensor | None = None
         if rotation is None and self.config.position == "rope":

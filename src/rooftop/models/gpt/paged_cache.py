@@ -127,8 +127,9 @@ class PagedCache:
         return NextPosition(self, table, positions, count, windowed)
 
     def write(self, layer: int, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write keys and values (B, H_k, S, D) to the pages (B, S), at the positions `slots` (B, S) within the pages;
-        without autograd.
+        """Write keys and values (B, H_k, S, D) to the pages (B, S), at the positions `slots` (B, S) within the pages.
+
+        The caller turns autograd off.
         """
         for stored, new in ((self.keys, key), (self.values, value)):
             stored[layer][pages, :, slots] = new.transpose(1, 2)  # (B, S, H_k, D): indexed dimensions come first

@@ -27,7 +27,7 @@ REFUSED = {
     "yarn": "it also scales the scores of attention",
     "longrope": "its frequencies differ between short and long texts",
 }
-"""The unsupported kinds of scaling in transformers, with the reasons."""
+"""Kinds of scaling in transformers that Rooftop does not support, with the reasons."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,7 @@ class RopeScaling:
             return frequencies / self.factor
         assert self.original_positions is not None
         low, high = self._factors
-        turns = (
-            self.original_positions * frequencies / (2 * math.pi)
-        )  # number of rotations within the original positions
+        turns = self.original_positions * frequencies / (2 * math.pi)  # rotations within the original positions
         kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0 for long wavelengths, 1 for short ones
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
@@ -135,10 +133,8 @@ def hugging_face_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any
     if scaling is not None:
         found = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling is not None and scaling.kind == "llama3":
-        found["low_freq_factor"], found["high_freq_factor"] = (
-            scaling.low_frequency_factor,
-            scaling.high_frequency_factor,
-        )
+        found["low_freq_factor"] = scaling.low_frequency_factor
+        found["high_freq_factor"] = scaling.high_frequency_factor
         found["original_max_position_embeddings"] = scaling.original_positions
     older = {} if scaling is None else {"rope_scaling": found}
     return {"rope_theta": base, "rope_parameters": found | {"rope_theta": base}} | older

@@ -55,7 +55,9 @@ class Sampling:
             if not isinstance(value, Real) or isinstance(value, bool):
                 raise TypeError(f"{name} must be a number, got {value!r}")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 (the most probable token) or more, got {self.temperature}")
+            raise ValueError(
+                f"temperature must be 0 (the most probable token) or a positive finite number, got {self.temperature}"
+            )
         if self.top_k is not None and (not isinstance(self.top_k, int) or isinstance(self.top_k, bool)):
             raise TypeError(f"top_k must be an int or None, got {self.top_k!r}")
         if self.top_k is not None and self.top_k < 1:

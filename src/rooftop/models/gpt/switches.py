@@ -60,8 +60,8 @@ class GptConfig:
         epsilon: epsilon of the norms.
 
     Raises:
-        ValueError: a size is not a positive int, the heads do not divide the width, a probability is outside 0..1, or a
-            switch is unknown.
+        ValueError: a size is not a positive int, the heads do not divide the width, a probability is below 0 or not
+            below 1, a switch is unknown, or settings do not go together.
     """
 
     vocabulary: int

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rooftop.errors import InputError, MissingExtraError
 
 TOKENIZER = "tokenizer.json"
-UNFINISHED = "�"  # a tokenizer decodes an incomplete character to this
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer decodes an incomplete character to this
 
 
 class Tokenizer(Protocol):

@@ -258,7 +258,7 @@ def from_the_side(xyz: Tensor, width: int, height: int) -> View:
 
 
 def from_above(xyz: Tensor, width: int, height: int) -> View:
-    """Project the cloud to a map, with its longer side along the picture's longer side."""
+    """Project the cloud to a map, with the cloud's longer side along the picture's width."""
     centre, along, reach = _extent(xyz)
     across = torch.stack((-along[1], along[0]))
     flat = (xyz - centre)[:, :2] @ torch.stack((along, across), 1)  # (N, 2)

@@ -1,7 +1,7 @@
 """The backbone of SECOND: from the voxels of a LiDAR scan to a bird's-eye view map.
 
 Yan et al. 2018, "SECOND: Sparsely Embedded Convolutional Detection", section 3.2, with the layers, norms and keys of
-OpenPCDet's `VoxelBackBone8x`, which most detectors for road scenes use.
+OpenPCDet's `VoxelBackBone8x`, which many detectors for road scenes use.
 
     backbone = second_backbone()
     bev = backbone(x)  # (B, 256, H / 8, W / 8) for a grid of 41 x H x W

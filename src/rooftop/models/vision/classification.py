@@ -32,6 +32,7 @@ from rooftop.models.images import (
 from rooftop.models.registry import model_entry
 from rooftop.models.weights.files import HEADS, load_into, options_of, preprocessing_of, read_weights, weights_file
 from rooftop.models.weights.trained_files import trained_file
+from rooftop.nn.modes import evaluating
 
 
 @dataclass(frozen=True)
@@ -157,18 +158,15 @@ def guessed(
 def _logits(model: nn.Module, images: Tensor, what: str) -> Tensor:
     """Run the model: (B, 3, H, W) -> logits (B, classes), float32 on the CPU."""
     like = next(model.parameters(), images)
-    trained = [module for module in model.modules() if module.training]  # some modules may be frozen in eval mode
     try:
-        logits = model.eval()(images.to(like.device, like.dtype))
+        with evaluating(model):
+            logits = model(images.to(like.device, like.dtype))
         if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(images):
             got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
             raise ModelRunError(f"the model gave {got} for {len(images)} {what}, expected logits (B, classes)")
         return logits.float().cpu()
     except torch.cuda.OutOfMemoryError as error:
         raise ModelRunError(f"{len(images)} {what} at once do not fit into memory; use a smaller batch") from error
-    finally:
-        for module in trained:
-            module.training = True
 
 
 def class_names(classes: Sequence[str] | None, count: int) -> Sequence[str] | None:

@@ -30,12 +30,12 @@ Norm = Callable[[int], nn.Module]
 
 
 def conv3x3(channels: int, out: int, stride: int = 1, groups: int = 1, dilation: int = 1) -> nn.Conv2d:
-    """3x3 convolution that keeps the size (at stride 1)."""
+    """A 3x3 convolution without a bias, which keeps the size at stride 1."""
     return nn.Conv2d(channels, out, 3, stride, dilation, dilation, groups, bias=False)
 
 
 def conv1x1(channels: int, out: int, stride: int = 1) -> nn.Conv2d:
-    """1x1 convolution."""
+    """A 1x1 convolution without a bias."""
     return nn.Conv2d(channels, out, 1, stride, bias=False)
 
 
@@ -143,8 +143,8 @@ class Bottleneck(Block):
 
 
 def projection(channels: int, out: int, stride: int, norm: Norm) -> nn.Module | None:
-    """The shortcut of a block: a 1x1 convolution if the block has a stride above 1 or changes the number of channels;
-    None for the identity.
+    """The shortcut of a block: a 1x1 convolution and a norm if the block has a stride above 1 or changes the number of
+    channels; None for the identity.
     """
     if stride == 1 and channels == out:
         return None
@@ -169,7 +169,8 @@ class ResNet(nn.Module):
             previous stage.
 
     Raises:
-        ValueError: the length of `layers` or `replace_stride_with_dilation` is wrong.
+        ValueError: the length of `layers` or `replace_stride_with_dilation` is wrong, or BasicBlock does not support an
+            option.
     """
 
     def __init__(

@@ -123,7 +123,10 @@ class PatchMergingV2(PatchMerging):
 
 @recorded_whole
 def gathered(x: Tensor) -> Tensor:
-    """Concatenate the channels of 2x2 positions, in column-major order: (B, H, W, C) -> (B, H / 2, W / 2, 4 * C)."""
+    """Concatenate the channels of 2x2 positions, in column-major order.
+
+    The result is (B, ceil(H / 2), ceil(W / 2), 4 * C); positions beyond the map are zeros.
+    """
     batch, height, width, channels = x.shape
     down, across = (height + 1) // 2, (width + 1) // 2
     # a trace always pads, so that it is valid for all sizes
@@ -258,7 +261,7 @@ def relative_positions(window: Size) -> Tensor:
 
 
 def log_offsets(window: Size) -> Tensor:
-    """Scale the offsets in a window to -8..8, and return their logarithms: (1, 2 h - 1, 2 w - 1, 2)."""
+    """Scale the offsets x in a window to -8..8, and return sign(x) log2(|x| + 1) / 3: (1, 2 h - 1, 2 w - 1, 2)."""
     axes = [torch.arange(-(size - 1), size, dtype=torch.float32) / max(1, size - 1) for size in window]
     offsets = 8 * torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)[None]
     return torch.sign(offsets) * torch.log2(torch.abs(offsets) + 1.0) / 3.0
@@ -298,9 +301,7 @@ class SwinBlock(nn.Module):
         self.norm2 = norm(channels)
         hidden = int(channels * mlp_ratio)
         first = LinearAct(channels, hidden, activation="gelu")
-        gelu = (
-            nn.Identity()
-        )  # the first layer computes the activation; the identity keeps the names of the later layers
+        gelu = nn.Identity()  # the first layer computes the activation; the identity keeps the later layers' names
         self.mlp = nn.Sequential(first, gelu, nn.Dropout(dropout), nn.Linear(hidden, channels), nn.Dropout(dropout))
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):

@@ -176,7 +176,7 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
     prefixes = _prefixes(tensors)
     averaged = found.averaged or COUNT in tensors
     counts = [key for key in tensors if key == COUNT or key.endswith(f".{COUNT}")]
-    if len(prefixes) < 2 and (not prefixes or prefixes == [""]):
+    if prefixes in ([], [""]):
         yield _Candidate(found.name, tensors, averaged)
         return
     for prefix in prefixes:
@@ -184,9 +184,8 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
         if len(prefixes) == 1:  # all other keys also belong to the only model, and must not be lost
             others = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
             own |= {key: value for key, value in others.items() if key not in own}
-        around = [
-            key for key in counts if prefix.startswith(key.removesuffix(COUNT))
-        ]  # counters of the averages that contain this model
+        # counters of the averages that contain this model
+        around = [key for key in counts if prefix.startswith(key.removesuffix(COUNT))]
         if around:
             own = {key: value for key, value in own.items() if key not in around} | {COUNT: tensors[around[-1]]}
         mine = COUNT in own or AVERAGED.search(prefix) is not None or (averaged and not prefix.endswith(ONLINE))

@@ -24,13 +24,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from rooftop.errors import InputError, MissingExtraError, WeightsError
+from rooftop.errors import InputError, WeightsError
 from rooftop.models.images import Preprocessing
 from rooftop.models.registry import builtin_models
 from rooftop.models.weights.checkpoint_contents import Contents, weights_in
 from rooftop.models.weights.downloads import download, sha256_of
 from rooftop.models.weights.file_checks import called, damaged_entry
 from rooftop.models.weights.load_reports import COMPUTED, compared
+from rooftop.models.weights.safetensors_files import no_safetensors, safetensors_library
 from rooftop.models.weights.trained_files import trained_file
 from rooftop.user_paths import user_path
 from rooftop.words import did_you_mean
@@ -238,17 +239,13 @@ def read_checkpoint(path: Path, part: str | None = None) -> Contents:
 
 
 EXPECTED = "Expected a file written by torch.save(model.state_dict(), path)"
+SAFE: list[Any] = [argparse.Namespace]  # training scripts save their options, which are plain data
 
 
 def _unpickled(path: Path) -> Any:
     try:
-        with (
-            # torch warns about files that it cannot read; we raise errors for them
-            warnings.catch_warnings(action="ignore"),
-            torch.serialization.safe_globals(
-                [argparse.Namespace]
-            ),  # training scripts save their options, which are plain data
-        ):
+        # torch warns about files that it cannot read; we raise errors for them
+        with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals(SAFE):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
@@ -267,25 +264,19 @@ def _unpickled(path: Path) -> Any:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
+    library = safetensors_library()
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise MissingExtraError('.safetensors files need safetensors: pip install "rooftop[weights]"') from error
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise WeightsError(
-            f"{path} is damaged or not a safetensors file ({error}){called(path)}. Expected a file written by "
-            "safetensors.torch.save_file"
-        ) from error
+        tensors: dict[str, Tensor] = library.torch.load_file(path)
+    except library.SafetensorError as error:
+        raise no_safetensors(path, error) from error
+    return tensors
 
 
 def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Copy tensors into the model's parameters and buffers.
 
     Raises:
-        WeightsError: a key is missing, unknown or of a different shape; the message names `path`.
+        WeightsError: a key is missing, unknown, quantized or of a different shape; the message names `path`.
     """
     report = compared(model.state_dict(), tensors, path)
     if not report.fits:

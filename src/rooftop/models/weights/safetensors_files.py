@@ -18,15 +18,14 @@ from rooftop.models.weights.file_checks import called
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATING = ("F64", "F32", "F16", "BF16")
-"""safetensors' names of the floating-point dtypes."""
+"""safetensors' names of the floating-point dtypes, except those with 8 bits, which need scales."""
 
 
 class TensorFiles:
     """The tensors of one safetensors file or of the files of an index, read one at a time."""
 
     def __init__(self, path: Path) -> None:
-        self._open = safetensors_library().safe_open
-        self._error = safetensors_library().SafetensorError
+        self._library = safetensors_library()
         self._opened: dict[Path, Any] = {}
         self._places = self._found(path)
 
@@ -42,7 +41,7 @@ class TensorFiles:
         return tuple(self._places)
 
     def shape_and_kind(self, key: str) -> tuple[tuple[int, ...], bool]:
-        """Shape of a tensor, and whether it is floating point; does not read the tensor."""
+        """Shape of a tensor, and whether it is floating point with at least 16 bits; does not read the tensor."""
         view = self._file(self._places[key]).get_slice(key)
         return tuple(view.get_shape()), view.get_dtype() in FLOATING
 
@@ -100,9 +99,9 @@ class TensorFiles:
     def _file(self, path: Path) -> Any:
         if path not in self._opened:
             try:
-                self._opened[path] = self._open(path, framework="pt", device="cpu").__enter__()
-            except (self._error, OSError) as error:
-                raise WeightsError(f"{path} is damaged or not a safetensors file ({error}){called(path)}") from error
+                self._opened[path] = self._library.safe_open(path, framework="pt", device="cpu").__enter__()
+            except (self._library.SafetensorError, OSError) as error:
+                raise no_safetensors(path, error) from error
         return self._opened[path]
 
 
@@ -119,6 +118,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise WeightsError(f"{path} holds a {type(content).__name__}: expected an object")
     return content
+
+
+def no_safetensors(path: Path, error: Exception) -> WeightsError:
+    """Create the error for a file that the library cannot read."""
+    return WeightsError(
+        f"{path} is damaged or not a safetensors file ({error}){called(path)}. Expected a file written by "
+        "safetensors.torch.save_file"
+    )
 
 
 def safetensors_library() -> Any:
