@@ -283,6 +283,8 @@ def test_wrong_calls() -> None:
         SetCriterion(91)(some_predictions(1), some_targets(1))
     with pytest.raises(ValueError, match="zero images"):
         SetCriterion(CLASSES)(some_predictions(0), [])
+    with pytest.raises(TypeError, match="target 0 has labels of type list and boxes of type Tensor: expected tensors"):
+        SetCriterion(CLASSES)(some_predictions(1), [{"labels": [1], "boxes": BOXES}])  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="class_cost, box_cost and giou_cost are all 0"):
         Matcher(0, 0, 0)
 

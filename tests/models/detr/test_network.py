@@ -503,6 +503,7 @@ def test_images_are_padded_right_and_below() -> None:
         (torch.zeros(1, 3, 0, 8), None, "images without pixels"),
         (torch.zeros(1, 4, 8, 8), None, "expected \\(B, 3, H, W\\)"),
         ([torch.zeros(3, 8, 8), torch.zeros(1, 8, 8)], None, "image 1 is \\(1, 8, 8\\), expected \\(3, H, W\\)"),
+        ([torch.zeros(3, 8, 8), torch.zeros(3, 8, 8, dtype=torch.uint8)], None, "image 1 is torch.uint8 on cpu, and"),
         ([torch.zeros(3, 8, 8)], torch.zeros(1, 8, 8, dtype=torch.bool), "is for a batch"),
         (torch.zeros(1, 3, 8, 8), torch.zeros(1, 8, 8), "torch.float32 \\(1, 8, 8\\), expected torch.bool"),
         (torch.zeros(1, 3, 8, 8), torch.zeros(1, 8, 9, dtype=torch.bool), "expected torch.bool \\(1, 8, 8\\)"),

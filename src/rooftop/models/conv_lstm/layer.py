@@ -226,14 +226,13 @@ class ConvLSTM2D(nn.Module):
         """
         if self.padding == "valid":
             return (0, 0), (0, 0)
-        totals = [
+        rows, columns = (
             max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
             for size, stride, kernel, dilation in zip(
                 sizes, self.strides, self.kernel_size, self.dilation_rate, strict=True
             )
-        ]
-        (a, b), (c, d) = [total // 2 for total in totals], [total - total // 2 for total in totals]
-        return (a, b), (c, d)
+        )
+        return (rows // 2, columns // 2), (rows - rows // 2, columns - columns // 2)
 
     def _all_steps(self, inputs: Tensor, given: States | None) -> tuple[Tensor, States]:
         """Compute all steps with one operator.

@@ -18,7 +18,7 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 
 WORST = 1e5
-"""Costs are clamped to -WORST..WORST. In float64, a sum of a hundred such costs is exact to eight decimal places."""
+"""Costs are clamped to -WORST..WORST. In float64, a sum of a hundred such costs is exact to seven decimal places."""
 FORBIDDEN = 1e9
 """The cost of a target that does not exist. This cost exceeds any total of the real costs of up to 5,000 pairs."""
 

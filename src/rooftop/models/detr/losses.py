@@ -51,6 +51,7 @@ def pad_targets(targets: Sequence[Target], num_classes: int) -> PaddedTargets:
     """Combine the targets of all images into three tensors, without waiting for the GPU.
 
     Raises:
+        TypeError: labels or boxes are not a tensor.
         ValueError: there are no images, or a shape or dtype is wrong.
         ValueError: a label is outside of 0..num_classes - 1, or a box is outside of the image or has no area. Labels
             and boxes on a GPU are checked only with ROOFTOP_CHECK=1 in the environment, because the check waits for the
@@ -177,7 +178,7 @@ class SetCriterion(nn.Module):
             processes of torch.distributed.
 
         Raises:
-            ValueError: a target is invalid, or the number of images or classes does not match.
+            TypeError, ValueError: a target is invalid, or the number of images or classes does not match.
         """
         _check_predictions(predictions, targets, self.num_classes)
         padded = pad_targets(targets, self.num_classes)
@@ -311,6 +312,11 @@ def _check_target(image: int, target: Target, num_classes: int) -> None:
     if lacking := {"labels", "boxes"} - target.keys():
         raise ValueError(f"target {image} has no {' and no '.join(sorted(lacking))}, only {', '.join(target)}")
     labels, boxes = target["labels"], target["boxes"]
+    if not (isinstance(labels, Tensor) and isinstance(boxes, Tensor)):
+        raise TypeError(
+            f"target {image} has labels of type {type(labels).__name__} and boxes of type {type(boxes).__name__}: "
+            "expected tensors"
+        )
     if labels.dim() != 1 or boxes.shape != (len(labels), 4):
         raise ValueError(
             f"target {image} has labels {tuple(labels.shape)} and boxes {tuple(boxes.shape)}, expected (n,) and (n, 4)"

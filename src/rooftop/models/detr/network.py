@@ -62,16 +62,21 @@ def pad_images(images: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Ten
         (B, C, H, W), and the padding mask (B, H, W): True outside the image.
 
     Raises:
-        ValueError: there are no images, an image is not (C, H, W), or the numbers of channels differ.
+        ValueError: there are no images, an image is not (C, H, W), or channels, dtypes or devices differ.
     """
     if not images:
         raise ValueError("got zero images: a batch needs at least one")
-    channels = images[0].shape[0] if images[0].dim() == 3 else None
+    first = images[0]
+    channels = first.shape[0] if first.dim() == 3 else None
     for index, image in enumerate(images):
         if image.dim() != 3 or image.shape[0] != channels:
             raise ValueError(f"image {index} is {tuple(image.shape)}, expected ({channels or 'C'}, H, W)")
+        if image.dtype != first.dtype or image.device != first.device:
+            raise ValueError(
+                f"image {index} is {image.dtype} on {image.device}, and image 0 is {first.dtype} on {first.device}: "
+                "convert all images to one dtype and device"
+            )
     height, width = (-(-max(image.shape[axis] for image in images) // multiple) * multiple for axis in (1, 2))
-    first = images[0]
     batch = first.new_zeros((len(images), first.shape[0], height, width))
     padding = torch.ones((len(images), height, width), dtype=torch.bool, device=first.device)
     for image, place, mask in zip(images, batch, padding, strict=True):

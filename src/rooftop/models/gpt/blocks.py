@@ -45,10 +45,6 @@ def _dropped(dropout: nn.Module | None, x: Tensor) -> Tensor:
     return x if dropout is None else dropout(x)
 
 
-SelfAttention = ParallelSelfAttention
-"""The attention module of a block."""
-
-
 def _norm(config: GptConfig) -> nn.Module:
     if config.norm == "rms":
         return RMSNorm(config.width, eps=config.epsilon)

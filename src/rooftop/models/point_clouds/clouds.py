@@ -9,7 +9,6 @@ points of one colour would otherwise merge into one area.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -21,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from rooftop.errors import InputError
+from rooftop.whole_files import whole_file
 
 Colour = tuple[int, int, int]
 
@@ -196,9 +196,8 @@ def write(cloud: Cloud, path: Path, palette: Sequence[Colour]) -> None:
     names = {"f8": "double", "f4": "float", "i4": "int", "u1": "uchar"}
     properties = [f"property {names[column.dtype.str[1:]]} {name}" for name, column in columns.items()]
     header = ["ply", "format binary_little_endian 1.0", f"element vertex {len(rows)}", *properties, "end_header", ""]
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_bytes("\n".join(header).encode() + rows.tobytes())
-    unfinished.replace(path)
+    with whole_file(path) as unfinished:
+        unfinished.write_bytes("\n".join(header).encode() + rows.tobytes())
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from rooftop.models.weights.checkpoint_contents import Contents, weights_in
 from rooftop.models.weights.downloads import download, sha256_of
 from rooftop.models.weights.file_checks import called, damaged_entry
 from rooftop.models.weights.load_reports import COMPUTED, compared
-from rooftop.models.weights.safetensors_files import no_safetensors, safetensors_library
+from rooftop.models.weights.safetensors_files import safetensors_library, unreadable_safetensors
 from rooftop.models.weights.trained_files import trained_file
 from rooftop.user_paths import user_path
 from rooftop.words import did_you_mean
@@ -268,7 +268,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = library.torch.load_file(path)
     except library.SafetensorError as error:
-        raise no_safetensors(path, error) from error
+        raise unreadable_safetensors(path, error) from error
     return tensors
 
 

@@ -101,7 +101,7 @@ class TensorFiles:
             try:
                 self._opened[path] = self._library.safe_open(path, framework="pt", device="cpu").__enter__()
             except (self._library.SafetensorError, OSError) as error:
-                raise no_safetensors(path, error) from error
+                raise unreadable_safetensors(path, error) from error
         return self._opened[path]
 
 
@@ -120,7 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def no_safetensors(path: Path, error: Exception) -> WeightsError:
+def unreadable_safetensors(path: Path, error: Exception) -> WeightsError:
     """Create the error for a file that the library cannot read."""
     return WeightsError(
         f"{path} is damaged or not a safetensors file ({error}){called(path)}. Expected a file written by "

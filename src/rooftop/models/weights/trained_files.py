@@ -18,7 +18,7 @@ from PIL import Image
 
 from rooftop.errors import WeightsError
 from rooftop.models.images import MEAN, STD, Preprocessing
-from rooftop.models.weights.safetensors_files import no_safetensors, safetensors_library
+from rooftop.models.weights.safetensors_files import safetensors_library, unreadable_safetensors
 from rooftop.user_paths import user_path
 
 KEY = "rooftop"
@@ -59,7 +59,7 @@ def trained_file(weights: str | Path) -> TrainedFile | None:
         with library.safe_open(path, framework="pt", device="cpu") as file:
             header = file.metadata() or {}
     except (library.SafetensorError, OSError) as error:
-        raise no_safetensors(path, error) from error
+        raise unreadable_safetensors(path, error) from error
     try:
         said = json.loads(header.get(KEY, "{}"))
         return _read(said) if isinstance(said.get("model"), str) else None  # without "model", the entry is not ours
