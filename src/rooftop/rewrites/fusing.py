@@ -373,7 +373,7 @@ class _Promise:
         return self
 
     def _can_add(self, other: Any) -> bool:
-        """Whether the sum keeps the shape and dtype of the convolution's result."""
+        """Whether the sum with `other` has the shape and dtype of the convolution's result."""
         module, input = self.convolution, self.input
         if type(other) is not Tensor and type(other) is not nn.Parameter:
             return False

@@ -85,7 +85,7 @@ def gain_norms(times: Times, by: Norms, more_ms: float = 0.0) -> float:
 
 
 def _is_square(call: Call) -> bool:
-    """Whether a call squares the floats of a tensor that has rows, as an RMS norm does."""
+    """Whether a call squares a floating-point tensor with at least one dimension, as an RMS norm does."""
     if "aten::pow" not in call.operator.name() or len(call.arguments) != 2:
         return False
     base, exponent = call.arguments

@@ -259,7 +259,7 @@ def _leaves(output: Tensor) -> set[int]:
 
 
 def _sum_of(keys: set[int], gradients: Mapping[int, Tensor | None]) -> Tensor | None:
-    """The sum of the gradients that exist; None if there is none."""
+    """The sum of the gradients under these keys, except those that are None; None if all are None."""
     found = [gradient for key in keys if (gradient := gradients[key]) is not None]
     return sum(found[1:], found[0]) if found else None
 

@@ -164,7 +164,9 @@ def whole_numbers(what: str, value: PerDimension, dims: int) -> tuple[int, ...]:
 
 
 def _sizes(what: str, value: PerDimension, dims: int | None, least: int) -> tuple[int, ...]:
-    """Convert a value to one integer per dimension."""
+    """Convert a value to one integer per dimension. Raise `ValueError` if the number of integers is not `dims` (None:
+    any number), or if one is below `least`.
+    """
     sizes = whole_numbers(what, value, dims or 1)
     if dims is not None and len(sizes) != dims:
         raise ValueError(f"{what} must be one integer, or {dims} integers (one per dimension), got {value}")

@@ -182,7 +182,9 @@ def draw_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Im
 
 
 def _colour(label: int) -> tuple[int, int, int]:
-    """A light colour for a label. From one label to the next, the hue steps by the golden ratio around the circle."""
+    """A light colour for a label. From one label to the next, the hue moves by 0.618 of the colour circle, so that the
+    colours of few labels differ clearly.
+    """
     return tuple(round(255 * part) for part in colorsys.hsv_to_rgb(label * 0.618034 % 1, 0.55, 1.0))  # type: ignore[return-value]
 
 

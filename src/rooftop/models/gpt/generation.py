@@ -525,7 +525,7 @@ def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
 
 
 def _whole_numbers(what: str, given: Iterable[Any]) -> list[int]:
-    """Convert values of Python, NumPy or tensors to ints, in order, without rounding."""
+    """Convert integers of Python, NumPy or tensors to ints, in order. Raise TypeError for anything else."""
     if isinstance(given, Tensor) and given.dim() == 1:
         given = given.tolist()
     if isinstance(given, (str, Set, Mapping, Tensor)) or not isinstance(given, Iterable):

@@ -86,7 +86,9 @@ def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], leng
 
 
 def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
-    """Cost of a layer's forward pass per token; backward costs about twice as much in all layers."""
+    """Cost of a layer's forward pass per token, in flops of matrix products. Backward costs about twice as much in all
+    layers.
+    """
     window = config.window_of(layer)
     seen = min(length, window or length)
     pairs = seen * (seen + 1) // 2 + (length - seen) * seen

@@ -91,7 +91,7 @@ def read(path: Path) -> Cloud:
 
 
 def _unit(values: NDArray[np.generic]) -> NDArray[np.float32]:
-    """Scale intensities to 0..1."""
+    """Scale intensities to 0..1, as `read` describes. Intensities that are not finite become 0."""
     known = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
     largest = max(1.0, known.max()) if values.dtype.kind == "f" else np.iinfo(values.dtype.str).max
     return (known / largest).clip(0, 1).astype(np.float32)
@@ -374,7 +374,7 @@ def sheet(
 
 
 def _key(legend: Sequence[tuple[str, Colour]], width: int, line: int) -> Image.Image:
-    """Draw the legend, with lines `line` pixels high."""
+    """Draw the legend; each of its lines is `line` pixels high."""
     font = ImageFont.load_default(0.6 * line)
     columns = max(
         1, min(len(legend), int(width / (1.6 * line + max((font.getlength(n) for n, _ in legend), default=1))))

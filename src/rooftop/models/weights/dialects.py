@@ -112,7 +112,7 @@ def renamed(key: str, dialect: Dialect) -> str:
 
 
 def _joined(ours: str, found: Mapping[str, str], tensors: Mapping[str, Tensor], zero_parts: str) -> Tensor:
-    """Return a whole tensor, or join parts (n, ...) to (3 * n, ...)."""
+    """Return the tensor for the key `ours`: the file's whole tensor, or q, k and v (n, ...) joined to (3 * n, ...)."""
     if "" in found:
         return tensors[found[""]]
     if lacking := [part for part in PARTS if part not in found and part not in zero_parts]:

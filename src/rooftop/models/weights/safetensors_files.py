@@ -70,7 +70,7 @@ class TensorFiles:
         return found
 
     def _found(self, path: Path) -> dict[str, Path]:
-        """Map each key to its file."""
+        """Map each key to its file, and check that an index and its files belong together."""
         if (path / ONE_FILE).is_file() or path.is_file():
             file = path if path.is_file() else path / ONE_FILE
             return dict.fromkeys(self._file(file).keys(), file)
