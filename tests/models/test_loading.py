@@ -295,6 +295,8 @@ def test_quantized_weights_are_refused(state: dict[str, Tensor], tmp_path: Path)
     assert not model.get_parameter("fc.weight").eq(1).any()
     report = load_report("resnet18", tmp_path / "int8.pth", **SMALL)
     assert report.quantized == {"fc.weight": torch.int8}
+    torch.save({**state, "fc.weight": torch.ones(3, 32).to(torch.float8_e4m3fn)}, tmp_path / "float8.pth")
+    assert load_report("resnet18", tmp_path / "float8.pth", **SMALL).quantized == {"fc.weight": torch.float8_e4m3fn}
     counts = {key: value.float() if key.endswith("tracked") else value for key, value in state.items()}
     torch.save(counts, tmp_path / "counts.pth")  # counts are float if a user has cast the whole state dict
     assert load_report("resnet18", tmp_path / "counts.pth", **SMALL).fits

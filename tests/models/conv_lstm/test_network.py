@@ -317,8 +317,9 @@ def test_wrong_inputs(arguments: tuple[Any, ...], message: str) -> None:
     [
         (([1.0],), "frames must be a tensor, got list"),
         ((frames(1, 2, 5, 5, 2).byte(),), "frames must have a floating-point dtype, got torch.uint8"),
-        ((frames(1, 2, 5, 5, 2), (frames(1, 3, 3, 3), None)), r"two tensors, .*, got \['Tensor', 'NoneType'\]"),
-        ((frames(1, 2, 5, 5, 2), 3), "initial_state must be None or two tensors, .*, got 3"),
+        ((frames(1, 2, 5, 5, 2), (frames(1, 3, 3, 3), None)), r"two tensors, .*, got Tensor, NoneType$"),
+        ((frames(1, 2, 5, 5, 2), 3), "initial_state must be None or two tensors, .*, got int"),
+        ((frames(1, 2, 5, 5, 2), torch.zeros(2)), "initial_state must be None or two tensors, .*, got Tensor$"),
         ((frames(1, 2, 5, 5, 2), None, [[True, False]]), "mask must be a tensor, got list"),
         ((frames(1, 2, 5, 5, 2), None, torch.ones(1, 2)), "mask must be boolean, got torch.float32"),
     ],

@@ -292,7 +292,8 @@ class ConvLSTM2D(nn.Module):
                 )
             return self.hidden_state.to(inputs.dtype), self.cell_state.to(self.kernel.dtype)
         if not isinstance(initial_state, Sequence) or not all(isinstance(t, Tensor) for t in initial_state):
-            kinds = [type(t).__name__ for t in initial_state] if isinstance(initial_state, Sequence) else initial_state
+            given = initial_state if isinstance(initial_state, Sequence) else [initial_state]
+            kinds = ", ".join(type(t).__name__ for t in given)
             raise TypeError(f"ConvLSTM2D: initial_state must be None or two tensors, (hidden, cell), got {kinds}")
         if len(initial_state) != 2:
             raise ValueError(f"ConvLSTM2D: initial_state must be (hidden, cell), got {len(initial_state)} tensors")

@@ -128,8 +128,13 @@ def continue_clip(
         progress: called with the current activity and the fraction done.
 
     Raises:
+        TypeError: frames are not floating point.
+        ValueError: `count` or the shape of the context is wrong.
         ModelRunError: the GPU's memory is too small, or a predicted frame is not finite.
     """
+    for name, frames in (("context", context), ("real", real)):
+        if not frames.is_floating_point():
+            raise TypeError(f"continue_clip: {name} must be floating point in 0..1, got {frames.dtype}: divide by 255")
     weight = network.head.weight
     assert isinstance(weight, Tensor)
     seen = _as_network(network, context)

@@ -33,8 +33,8 @@ class LoadReport:
         missing_keys: keys of the model that the file lacks.
         unexpected_keys: keys of the file that the model lacks.
         mismatched: maps a key of the model to its shape in the file and in the model.
-        quantized: maps a floating-point key of the model to its integer dtype in the file. Quantized integers are not
-            loaded, because they are useless without their scales.
+        quantized: maps a floating-point key of the model to its dtype in the file, an integer or an 8-bit float.
+            Quantized weights are not loaded, because they are useless without their scales.
         computed_keys: keys of the model that are not in the file, but that the model computes itself.
         unneeded_keys: ignored keys of the file, whose tensors the model computes itself or does not need.
         differing_keys: the unneeded keys whose tensors differ from the model's own.
@@ -122,7 +122,7 @@ def compared(
     sources = sources or {key: (key,) for key in found}
     shapes = {key: (tuple(found[key].shape), tuple(expected[key].shape)) for key in expected if key in found}
     fitting = {key for key, (file, model) in shapes.items() if file == model}
-    quantized = {key for key in fitting if expected[key].is_floating_point() and not found[key].is_floating_point()}
+    quantized = {key for key in fitting if _is_quantized(found[key], expected[key])}
     absent = [key for key in expected if key not in found]
     return LoadReport(
         path,
@@ -136,6 +136,13 @@ def compared(
         unneeded_keys=tuple(unneeded),
         differing_keys=tuple(differing),
     )
+
+
+def _is_quantized(found: Tensor, expected: Tensor) -> bool:
+    """Whether the model expects floating-point values, and the file has integers, or 8-bit floats of another dtype."""
+    if not expected.is_floating_point() or found.dtype == expected.dtype:
+        return False
+    return not found.is_floating_point() or found.itemsize == 1
 
 
 def _first(keys: Sequence[str]) -> str:
