@@ -71,7 +71,7 @@ def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[Pa
         return plain.made(), materials
     except InputError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, struct.error) as error:
+    except (AttributeError, KeyError, IndexError, OverflowError, TypeError, ValueError, struct.error) as error:
         raise InputError(f"{path} is a damaged glTF file ({type(error).__name__}: {error})") from error
 
 
@@ -185,6 +185,8 @@ class _Plain:
         return mesh | {"primitives": primitives}
 
     def made(self) -> bytes | None:
+        """Convert the meshes, and return the document as a GLB; None if nothing had to change. Warn of parts and scenes
+        that are ignored."""
         if self._scenes > 1:
             warnings.warn(f"{self._path}: only the default one of its {self._scenes} scenes is read", stacklevel=4)
         left_out: dict[str, int] = {}
@@ -224,9 +226,11 @@ class _Plain:
         return found
 
     def _is_other(self, accessor: Document, plain: tuple[int, ...]) -> bool:
+        """Whether an accessor is sparse, has no stored values, or has a component type that is not in `plain`."""
         return "sparse" in accessor or "bufferView" not in accessor or accessor["componentType"] not in plain
 
     def _plain(self, number: int, is_index: bool) -> int:
+        """Convert an accessor to a new one, of uint32 for indices and otherwise of float32; return its number."""
         key = (number, is_index)
         if key not in self._made:
             accessor = self._accessor(number)
