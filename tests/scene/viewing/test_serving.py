@@ -502,6 +502,16 @@ def test_who_goes_away_disturbs_nobody(client: Client, viewer: Viewer, capsys: p
     assert capsys.readouterr().err == ""
 
 
+def test_who_stops_sending_disturbs_nobody(
+    viewer: Viewer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serving._Handler, "timeout", 0.2)
+    stalled = Client(viewer, "stalled")
+    with pytest.raises(ConnectionError):
+        stalled.ask("POST", "/frame", b"{", Content_Length="100")
+    assert capsys.readouterr().err == ""
+
+
 # ---- beginning and end -----------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ Vector = tuple[float, float, float]
 FOV_Y_DEGREES = 50.0
 MOST_ELEVATION_DEGREES = 89.5  # greatest elevation; near 90 degrees, `up` would be along the view
 NEAREST, FARTHEST = 1e-6, 1e6  # least and greatest distance from the target that zooming reaches, in sizes of the scene
-# distance of the near plane as a share of the distance to the target; used if it is nearer than NEAR
+# distance of the near plane as a share of the distance to the target; this or NEAR applies, whichever is nearer
 NEAR_OF_DISTANCE = 1e-3
 KEYS = ("eye", "target", "up", "fov_y_degrees")
 
