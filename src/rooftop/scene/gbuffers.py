@@ -37,7 +37,7 @@ class StreamingStats:
         resident: number of pages in the pool that a frame can draw from.
         loaded, loaded_bytes: number of pages that were read, and their size.
         evicted: number of pages that were removed to make room.
-        resident_bytes, pool_bytes: total size of the slots that hold resident pages, and of all slots.
+        resident_bytes, pool_bytes: total size of the slots of resident pages, and of all slots.
         error_pixels: upper bound of the picture's error in pixels: `pixel_error` if no page is missing, and larger
             if pages are missing.
     """

@@ -1,5 +1,5 @@
-"""Keep the box around all instances of a scene up to date, at a cost proportional to the number of changed
-instances."""
+"""Keep the box around all instances of a scene up to date. Usually, only changed instances are read; all are read if an
+instance that touched a side of the box has moved."""
 
 from __future__ import annotations
 

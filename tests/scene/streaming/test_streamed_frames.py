@@ -441,7 +441,7 @@ def test_a_pool_below_the_root_pages_is_refused_before_anything_is_allocated(
         tight.render(flight(1)[0])
 
 
-@pytest.mark.parametrize("pool_bytes", [0, -5, 1.5, "2GB", True])
+@pytest.mark.parametrize("pool_bytes", [0, -5, 1.5, "2GB", True, np.array([1, 2])])
 def test_a_pool_that_is_no_number_of_bytes_is_refused(paged_ball: Geometry, pool_bytes: Any) -> None:
     with pytest.raises(ValueError, match=r"pool_bytes=.*expected an integer number of bytes"):
         Renderer(alone(paged_ball), "cpu", pool_bytes=pool_bytes)

@@ -28,7 +28,7 @@ from rooftop.scene.rendering.uploads import Meshes, Uploaded, lens_of, uploaded
 # Limit for a batch of several shadow maps. It applies to the number of texels, and to the number of views times the
 # number of instances, since both take memory.
 MOST_AT_ONCE = 2**26
-MOST_KEPT = 16
+MOST_KEPT = 16  # maximum number of cached argument lists of `ShadowMaps.keep`
 ALIGNED = 16  # bytes
 
 
@@ -260,7 +260,7 @@ class _Casters:
 
 
 def _sees(view: Camera, centers: Floats, radii: Floats) -> bool:
-    """Whether a map may show any of these spheres."""
+    """Whether any of these spheres may cast a shadow into the map of a view."""
     if not len(centers):
         return False
     at = centers @ view.world_to_camera[:3, :3].T + view.world_to_camera[:3, 3]

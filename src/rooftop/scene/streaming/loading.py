@@ -237,7 +237,7 @@ class PythonReader:
             self._leaving = True
             self._changed.notify_all()
         for worker in self._workers:
-            if worker.is_alive() and worker is not threading.current_thread():  # a forked process has no threads
+            if worker is not threading.current_thread():  # garbage collection may call `close` in a worker
                 worker.join()
 
     def _work(self, upload: _Upload) -> None:
@@ -311,20 +311,19 @@ def _opened(meshes: Iterable[Geometry]) -> list[int]:
 
 
 def _open(mesh: Geometry) -> int:
+    def error_of(what: str) -> GeometryFileError:
+        return GeometryFileError(mesh.path, what, int(mesh.page_offsets[0]))
+
     try:
         file = os.open(mesh.path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        what = "it no longer exists, but its pages are read on demand"
-        raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
+        raise error_of("it no longer exists, but its pages are read on demand") from error
     except OSError as error:
-        what = (
-            f"it cannot be opened to read its pages ({error.strerror}; each file of a scene stays open: see ulimit -n)"
-        )
-        raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
+        why = f"{error.strerror}; each file of a scene stays open: see ulimit -n"
+        raise error_of(f"it cannot be opened to read its pages ({why})") from error
     if identity_of(file) != mesh.identity:
         os.close(file)
-        what = "it has been changed or replaced since it was opened"
-        raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0]))
+        raise error_of("it has been changed or replaced since it was opened")
     return file
 
 

@@ -165,8 +165,8 @@ class _Victims:
         self.next = 0
 
     def take(self, count: int, pixels: float, keep: Collection[int]) -> Ints | None:
-        """The next `count` pages to evict for a page whose absence causes an error of `pixels`; None if fewer may be
-        evicted for it."""
+        """Evict the next `count` pages for a page whose absence causes an error of `pixels`, and return the evicted
+        pages. If fewer may be evicted for it, evict nothing and return None. Pages in `keep` stay."""
         found: list[int] = []
         at = self.next
         while len(found) < count and at < len(self.pages):
