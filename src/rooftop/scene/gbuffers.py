@@ -99,7 +99,7 @@ class GBuffer:
         level: int32, level of detail; 0 is the finest.
         uv: float32 (..., 2); nan for background, and on meshes without uv.
         velocity: float32 (..., 2), pixels to the right and down since the renderer's previous frame. 0 is background;
-            nan means that the point was behind the camera in that frame.
+            nan means that the point was behind the camera or nearer than its near plane in that frame.
         material: int32, the surface's material number.
         coverage: bool, whether a surface covers the pixel's centre. Use `coverage` as a stencil, or as a mask for other
             outputs.

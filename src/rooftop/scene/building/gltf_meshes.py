@@ -25,7 +25,7 @@ import numpy.typing as npt
 from rooftop.errors import InputError
 from rooftop.scene.building.gltf_materials import GltfMaterials
 from rooftop.scene.building.gltf_nodes import PlacedMesh, is_flat, placed_meshes, posed
-from rooftop.scene.building.gltf_uris import content_of
+from rooftop.scene.building.gltf_uris import content_of, has_escapes
 from rooftop.scene.building.part_materials import PartMaterial
 
 Array = npt.NDArray[Any]
@@ -200,7 +200,9 @@ class _Plain:
         if left_out:
             counted = ", ".join(f"{count} of {kind}" for kind, count in left_out.items())
             warnings.warn(f"{self._path}: parts that are not surfaces are ignored ({counted})", stacklevel=4)
-        return self._glb() if self._changed else None
+        # a reader that does not know of escapes would look for a file named `a%20b.bin`
+        escaped = any(has_escapes(str(buffer.get("uri", ""))) for buffer in self._document.get("buffers", ()))
+        return self._glb() if self._changed or escaped else None
 
     def _make_plain(self, primitive: Document) -> None:
         attributes = primitive["attributes"]

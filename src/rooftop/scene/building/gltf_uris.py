@@ -11,6 +11,11 @@ from rooftop.errors import InputError
 from rooftop.scene.arguments import short
 
 
+def has_escapes(uri: str) -> bool:
+    """Whether a URI names a file with escaped characters, such as `%20` for a blank."""
+    return uri[:5].lower() != "data:" and unquote(uri) != uri
+
+
 def content_of(uri: str, document: Path, what: str) -> bytes:
     """Read the bytes of a `data:` URI, or of a file in the document's folder or below it. Symbolic links are followed.
 

@@ -64,9 +64,13 @@ def plain_obj(content: bytes, name: str) -> bytes:
 
 
 def brightest(content: bytes) -> float | None:
-    """The largest colour value of a file's vertices; None if no vertex has six numbers (position and colour)."""
+    """The largest colour value of a file's vertices; None if no vertex has six numbers (position and colour), or if a
+    vertex with six words has other words than numbers."""
     colors = _COLORED.findall(b"\n" + content)
-    return float(np.array(b" ".join(colors).split(), dtype=np.float64).max()) if colors else None
+    try:
+        return float(np.array(b" ".join(colors).split(), dtype=np.float64).max()) if colors else None
+    except ValueError:
+        return None
 
 
 def _is_plain(text: bytes) -> bool:

@@ -88,6 +88,9 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
     if not placed:
         raise InputError(f"{path} has no triangles; a mesh is needed, not points or curves")
     names, places, parts = zip(*placed, strict=True)
+    wrong = next((part.vertices.shape for part in parts if part.vertices.shape[1:] != (3,)), None)
+    if wrong is not None:
+        raise InputError(f"{path} has vertices of shape {wrong}: expected three numbers for each vertex")
     number = {name: index for index, name in enumerate(dict.fromkeys(names))}
     if len(number) > MOST_MATERIALS:
         raise InputError(
