@@ -476,7 +476,7 @@ def _is_level(level: object) -> bool:
 
 
 def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
-    """Whether a value is a nested list of numbers that a float can represent."""
+    """Whether a value is a nested list of this shape, of numbers that a float can represent."""
     if not shape:
         return isinstance(values, int | float) and abs(values) <= sys.float_info.max
     return isinstance(values, list) and len(values) == shape[0] and all(_are_numbers(v, shape[1:]) for v in values)

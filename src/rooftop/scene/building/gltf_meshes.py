@@ -118,7 +118,7 @@ def _refuse_extensions(document: Document, path: Path) -> None:
 
 
 class _Plain:
-    """A document during conversion."""
+    """A glTF document, which the methods convert to the simple form step by step."""
 
     def __init__(self, document: Document, binary: tuple[int, int], path: Path) -> None:
         self._document, self._binary, self._path = document, binary, path
@@ -242,7 +242,7 @@ class _Plain:
         return self._made[key]
 
     def _add(self, values: Array, of: str, kind: int) -> int:
-        """Add an accessor for new values; return its index."""
+        """Add an accessor of the type `of` and the component type `kind` for new values; return its number."""
         views, accessors = self._document.setdefault("bufferViews", []), self._document["accessors"]
         self._added.append(values.tobytes())
         views.append({"buffer": -len(self._added), "byteLength": values.nbytes})

@@ -390,7 +390,8 @@ class _Levels:
         return 1 - (1 - CUTTING) * left / total
 
     def _grouped(self, front: Front, team: Team) -> Ints:
-        """Assign a group to each cluster. In every other step, the runs are shifted."""
+        """Assign a group to each cluster. In every other step, the runs are shifted by half a run, so that clusters on
+        both sides of a border between runs can get into one group."""
         count = len(front.triangles)
         many = -(-count // RUN_CLUSTERS)
         ends = np.linspace(0, count, many + 1)
@@ -497,7 +498,7 @@ class _Levels:
         return numbers
 
     def _end(self, clusters: Ints, parts: Ints) -> None:
-        """Form groups from clusters that stay without a replacement."""
+        """Form groups from clusters that stay without a replacement. `parts` is the group of each cluster, from 0."""
         order = np.argsort(parts, kind="stable")
         counts = np.bincount(parts)
         self.members.append((clusters[order], parts[order] + self.groups))
@@ -507,7 +508,7 @@ class _Levels:
 
 
 class _Fraction:
-    """Report the finished fraction of items."""
+    """A function that is called once for each finished item, and calls `told` with the finished fraction of items."""
 
     def __init__(self, items: int, told: Callable[[float], None]) -> None:
         self.items, self.told, self.done = items, told, 0

@@ -374,7 +374,7 @@ def _grid_exponent(
 
 
 def _edges_of_small(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
-    """Length of the shortest edge of each face that is not a needle."""
+    """For each of these faces that is no needle (see NEEDLE), the length of its shortest edge."""
     corners = points[faces]
     edges = np.roll(corners, -1, 1) - corners
     lengths = np.linalg.norm(edges, axis=2)

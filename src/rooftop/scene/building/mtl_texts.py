@@ -191,7 +191,7 @@ def _changes_nothing(options: dict[str, list[str]], option: str) -> bool:
 
 
 def _pair(options: dict[str, list[str]], option: str, otherwise: float, where: str) -> tuple[float, float]:
-    """Parse the values for u and v; a missing value becomes the default."""
+    """Parse an option's numbers for u and v; a missing number becomes `otherwise`."""
     words = options.get(option, [])[:2]
     numbers = [float(word) for word in words]
     if not all(map(math.isfinite, numbers)):

@@ -222,8 +222,8 @@ def _packed(properties: list[_Property], lengths: list[int]) -> np.dtype[Any]:
 
 @loop(array("uint8"), INT, array("int64", 2), INT, output("int64", 2), output("int64", 2), result=INT)
 def _walk(data: Any, at: Any, sizes: Any, is_big: Any, starts: Any, counts: Any) -> Any:
-    """Find where the values of each property begin, and how many there are. Returns where the element ends, or -1 - row
-    if the file ends before the end of this row."""
+    """For each row of an element and each property, find where the values begin and how many there are. Return where
+    the element ends, or -1 - row if the file ends before the end of this row."""
     for row in range(starts.shape[0]):
         for k in range(sizes.shape[0]):
             number, size = 1, sizes[k, 0]

@@ -129,7 +129,7 @@ class LooseParts:
 
     @cached_property
     def _covered(self) -> int:
-        """Number of samples that the group covers."""
+        """Number of samples that the group's triangles cover in pictures of the group."""
         grid = self._vertices.grid[self._corners]
         return _covered(grid, grid.min((0, 1)), grid.max((0, 1)), self._side)
 

@@ -251,7 +251,7 @@ class _Casters:
         return centers[there], radii[there]
 
     def _spheres(self, meshes: Meshes, instances: Instances, rows: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Bounding spheres; removed instances get a radius below 0."""
+        """Spheres around instances in the world, as centres and radii; removed instances get a radius below 0."""
         mesh_of, transforms = instances.mesh_of[rows], instances.transforms[rows]
         center = self._boxes[mesh_of, :3] + meshes.origins[mesh_of]
         center = np.einsum("nij,nj->ni", transforms[:, :3, :3], center) + transforms[:, :3, 3]

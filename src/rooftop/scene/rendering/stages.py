@@ -171,8 +171,8 @@ class Stages:
         self._cull(asked, 0)
 
     def draw_captured(self, history: bool) -> None:
-        """Like `draw`, but from the second call on, replay a CUDA graph, because launching about fifty kernels takes
-        longer than running them."""
+        """Like `draw`. On a GPU, from the second call with the same settings on, replay a CUDA graph, because launching
+        about fifty kernels takes longer than running them."""
         key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error), self.clock.runs)
         self._run(key, lambda: self.draw(history))
 

@@ -85,7 +85,8 @@ class Planner:
         return plan
 
     def publish(self, arriving: Ints) -> Ints:
-        """Call `Slots.arrive` for these pages, then `Slots.publish`, and return the result of the latter."""
+        """Record that these pages arrived, and make pages resident: `Slots.arrive`, then `Slots.publish`. Return the
+        pages that became resident."""
         slots, books = self.slots, self._in_cpp()
         if books is None:
             slots.arrive(arriving)

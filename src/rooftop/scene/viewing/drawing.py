@@ -124,7 +124,8 @@ class Drawing:
         return Viewpoint.home(self._outline, self._up, self._fov, size)
 
     def warm_up(self) -> None:
-        """Draw a small picture, so that kernels and pages are loaded before the first request."""
+        """Queue a small picture, without waiting for it, so that kernels and pages are loaded before the first
+        request."""
         self._submit("warm up", _Job(lambda: self.renderer.render(self.home(WARM_UP).camera(WARM_UP, self.scene_size))))
 
     def picture(self, asked: Asked) -> Drawn:

@@ -61,7 +61,7 @@ class Pages:
 
 
 def _triangles(frame: GBuffer, _: Pages) -> Tensor:
-    """A number for each triangle. Triangles of different clusters have different numbers."""
+    """A number for each triangle. Triangles of one mesh have different numbers."""
     return torch.where(frame["cluster"][0] >= 0, frame["cluster"][0].long() * MAX_TRIANGLES + frame["triangle"][0], -1)
 
 

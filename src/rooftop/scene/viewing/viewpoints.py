@@ -1,7 +1,7 @@
 """The user's viewpoint and its moves: orbit around a point, pan, zoom, and fly through the scene.
 
-While the user drags, the point under the pointer follows the pointer. Rotations change azimuth and elevation, but never
-roll the camera, so that `up` stays up.
+A pan or an orbit moves the scene with the pointer; looking around turns the camera in the pointer's direction.
+Rotations change azimuth and elevation, but never roll the camera, so that `up` stays up.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class Viewpoint:
         return self._shifted(-height * (right * across + down * below))
 
     def zoomed(self, doublings: float, scene_size: float) -> Viewpoint:
-        """Move towards the target or away from it: multiply the distance by 2^doublings."""
+        """Move towards the target or away from it: multiply the distance by 2^doublings, but keep it from NEAREST to
+        FARTHEST times the size of the scene."""
         low, high = NEAREST * scene_size, FARTHEST * scene_size
         distance = min(max(self.distance * 2.0 ** min(max(doublings, -99.0), 99.0), low), high)
         offset = np.subtract(self.eye, self.target)
