@@ -108,7 +108,8 @@ def settle(renderer: Renderer) -> None:
     """Wait until the pages in flight have been read; the next frame takes them."""
     assert renderer.pool is not None
     loader = renderer.pool.loader
-    loader._reader = Settled(loader._reader, loader._reader.take(loader.in_flight))
+    results = loader._reader.take(loader.in_flight)
+    loader._reader = Settled(getattr(loader._reader, "reader", loader._reader), results)
 
 
 class Settled:
