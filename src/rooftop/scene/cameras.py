@@ -117,7 +117,8 @@ class Camera:
         k = real_numbers(K, "K", "(3, 3) numbers")
         if k.shape != (3, 3) or k[0, 1] or k[1, 0] or np.any(k[2] != (0, 0, 1)):
             raise ValueError(f"K must be [[fx, 0, cx], [0, fy, cy], [0, 0, 1]], without skew; it is {k.tolist()}")
-        return cls(affine(world_to_camera, "world_to_camera"), width, height, k[0, 0], k[1, 1], k[0, 2], k[1, 2], near)
+        (fx, _, cx), (_, fy, cy), _ = k.tolist()
+        return cls(affine(world_to_camera, "world_to_camera"), width, height, fx, fy, cx, cy, near)
 
     @property
     def key(self) -> tuple[object, ...]:
