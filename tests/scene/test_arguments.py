@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,9 @@ def test_meshes_and_lights_are_named_by_whole_numbers(cube: Geometry) -> None:
             scene.set_light(wrong, PointLight((0, 0, 3)))  # type: ignore[arg-type]
     assert scene.add_instance(np.int64(0)) == 0
     assert scene.add_instance(torch.tensor(0), torch.eye(4, requires_grad=True)) == 1  # type: ignore[arg-type]
+    for turned in (torch.eye(4).bfloat16(), torch._neg_view(-torch.eye(4))):
+        added = scene.add_instance(0, turned)  # type: ignore[arg-type]
+        assert np.array_equal(scene.instances()[1][added], np.eye(4))
     with pytest.raises(ValueError, match="expected"):
         scene.add_instance(0, [["1", "0", "0", "0"]] * 4)
 
@@ -121,6 +125,37 @@ def test_a_pipe_is_refused_before_the_mesh_is_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is a device or a pipe: expected the name of a file"):
         build_file(tmp_path / "mesh.ply", tmp_path / "pipe")
     assert not (tmp_path / "pipe").is_file()
+
+
+def test_a_link_into_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link.rtg").symlink_to(tmp_path / "none" / "mesh.rtg")
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*none to write mesh\.rtg into"):
+        build(np.eye(3), [[0, 1, 2]], tmp_path / "link.rtg")
+
+
+@pytest.mark.parametrize("more", [{"normals": "round"}, {"normals": np.eye(3)}, {"workers": 0}])
+def test_options_are_checked_before_the_mesh_is_read(tmp_path: Path, more: dict[str, Any]) -> None:
+    (tmp_path / "mesh.ply").write_text("this is no mesh")
+    with pytest.raises(ValueError, match=f"{next(iter(more))}=.*: expected"):
+        build_file(tmp_path / "mesh.ply", **more)
+
+
+def test_tensors_are_built_like_arrays(tmp_path: Path) -> None:
+    points = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0.5]])
+    faces, ids = np.array([[0, 1, 2], [2, 1, 3]]), np.array([1, 0])
+    table = [Material(), Material((1, 0, 0))]
+    build(points, faces, tmp_path / "a.rtg", materials=ids, colors=points, material_table=table, workers=1)
+    tensors = [torch.tensor(each) for each in (points, faces, ids)]
+    half = tensors[0].bfloat16().requires_grad_()
+    build(half, tensors[1], tmp_path / "b.rtg", materials=tensors[2], colors=half, material_table=table, workers=1)  # type: ignore[arg-type]
+    assert (tmp_path / "a.rtg").read_bytes() == (tmp_path / "b.rtg").read_bytes()
+
+
+@pytest.mark.filterwarnings("error")
+def test_attributes_of_unused_vertices_may_be_anything(tmp_path: Path) -> None:
+    points = np.vstack([np.eye(3), [[np.nan] * 3]])
+    report = build(points, [[0, 1, 2]], tmp_path / "a.rtg", points, points[:, :2], colors=points, workers=1)
+    assert report.repairs.unused_vertices == 1
 
 
 def test_a_link_to_a_geometry_file_stays_a_link(tmp_path: Path) -> None:

@@ -3,7 +3,11 @@ state."""
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from rooftop.launch import count_launches
 from rooftop.scene import Camera, DirectionalLight, Geometry, Renderer, Scene
 from rooftop.scene.instances import FEW_CHANGES, Instances, first_flat, most_stretch
 from rooftop.scene.rendering.placing import Placed
+from rooftop.scene.world_bounds import WorldBounds
 
 Floats = NDArray[np.float64]
 SIZE = {"width": 96, "height": 72}
@@ -132,6 +137,28 @@ def test_the_box_around_all_is_kept_up(ball: Geometry, cube: Geometry) -> None:
             assert np.array_equal(before, found)
             shrunk += int(len(model.there) > 1)
     assert shrunk > 50
+
+
+def test_renderers_in_two_threads_compute_the_box_one_after_another(
+    cube: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides_of, running, most = WorldBounds._sides_of, [0], [0]
+
+    def slow(self: WorldBounds, *rest: Any) -> Floats:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.1)
+        running[0] -= 1
+        return sides_of(self, *rest)
+
+    monkeypatch.setattr(WorldBounds, "_sides_of", slow)
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(cube))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: scene.bounds(), range(2))
+    assert most == [1]
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(scene)).bounds(), first)
 
 
 def test_only_what_has_changed_is_sent(cube: Geometry, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

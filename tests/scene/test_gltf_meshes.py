@@ -227,6 +227,11 @@ def test_damaged_files_say_so(tmp_path: Path) -> None:
         folder.mkdir()
         with pytest.raises(InputError, match="damaged glTF file"):
             other.read(folder)
+    for name, wrong in (("materials", [1]), ("asset", []), ("nodes", [{"mesh": 0, "children": [1e999]}])):
+        other = Gltf()
+        other.document, other.binary = json.loads(json.dumps(gltf.document)) | {name: wrong}, gltf.binary
+        with pytest.raises(InputError, match="damaged glTF file"):
+            plain_gltf(other.saved(tmp_path))
     whole = gltf.saved(tmp_path).read_bytes()
     (tmp_path / "cut.glb").write_bytes(whole[:-10])
     with pytest.raises(InputError, match="bytes too short"):
@@ -235,6 +240,15 @@ def test_damaged_files_say_so(tmp_path: Path) -> None:
     (tmp_path / "a b.bin").unlink()
     with pytest.raises(InputError, match=r"names a%20b\.bin, which is not a file beside the document"):
         read_mesh(path)
+
+
+def test_files_beside_a_document_with_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gltf = Gltf()
+    gltf.part(gltf.values(CORNERS), gltf.values(TWO, "SCALAR"))
+    path = gltf.saved(tmp_path, "file")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert len(read_mesh(Path("..") / path.name).faces) == 2
 
 
 # ---- nodes, skins and morph targets ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import struct
 import zlib
 from pathlib import Path
@@ -38,6 +39,22 @@ def build(path: Path, *materials: Material, **options: Any) -> Geometry:
     arguments = {"uv": POINTS[:, :2], "material_table": materials} | options
     scene.build(POINTS, FACES, path, **arguments)
     return Geometry.open(path)
+
+
+def test_a_scene_with_textures_is_pickled(tmp_path: Path) -> None:
+    """The file's own materials are read from the file again; materials of the caller are pickled with their images."""
+    (tmp_path / "a.png").write_bytes(encoded(Image.fromarray(RGB)))
+    of_file = Material(texture=tmp_path / "a.png")
+    mesh = build(tmp_path / "a.rtg", of_file, workers=1)
+    world = Scene()
+    for materials in (None, [of_file], [Material(texture=RGB)]):
+        world.add_mesh(mesh, materials=materials)
+    pickled = pickle.dumps(world)
+    (tmp_path / "a.png").unlink()
+    again = pickle.loads(pickled)
+    assert again.materials[0] is again.meshes[0].materials
+    for (material,) in again.materials:
+        np.testing.assert_array_equal(material.texture.texels(), RGB)
 
 
 # ---- accepted arguments ----------------------------------------------------------------------------------------------

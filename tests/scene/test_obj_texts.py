@@ -110,6 +110,10 @@ def test_materials_in_latin_1_are_read(tmp_path: Path) -> None:
     assert len(read("mtllib a.mtl\nusemtl red\n" + TRIANGLE, tmp_path).faces) == 1
 
 
+def test_separators_of_unicode_in_a_colour(tmp_path: Path) -> None:
+    assert len(read("v 0 0 0 1 0 \x1f\nv 1 0 0 1 0 0\nv 0 1 0 0 1 0\nf -3 -2 -1\n", tmp_path).faces) == 1
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -118,6 +122,7 @@ def test_materials_in_latin_1_are_read(tmp_path: Path) -> None:
         ("v 0 0 0\nv 1 0 0\nv 0 1 0\nf 0/1 1/1 2/1\n", r"line 4: '0/1' has the index 0"),
         ("v\t0 0 0\nf a b c\n", r"line 2: 'a' is not an index of a vertex"),
         ("v 0 0 0\nv 1 0 0\nv 1 1 0\nv 0 1 0\nf 1 2 3 9\n", r"names vertex 9, but there are only 4"),
+        ("v 0 0\nv 1 0\nv 0 1\nf 1 2 3\n", r"has vertices of shape \(3, 2\): expected three numbers for each vertex"),
         ("v\t0 0 x\nf 1 2 3\n", r"line 1: a vertex needs three numbers, got '0 0 x'"),
     ],
 )

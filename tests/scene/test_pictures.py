@@ -95,6 +95,14 @@ def test_velocity_is_a_hue_for_each_direction_and_lighter_when_faster() -> None:
     assert (np.abs(ways[:, None] - ways).max(2) + 255 * np.eye(4) > 60).all()
 
 
+def test_columns_of_points_are_a_list() -> None:
+    frame = GBuffer(STATS, depth=torch.ones(1, 2, 3), color=torch.ones(1, 2, 3, 3))
+    camera = scene.Camera.look_at((0, 0, 1), (1, 0, 0), width=3, height=2)
+    assert scene.points(frame, camera, ["color"]).columns["color"].shape == (6, 3)
+    with pytest.raises(ValueError, match=r"columns='color': expected a list of names of outputs, such as \['color'\]"):
+        scene.points(frame, camera, "color")
+
+
 def test_each_view_has_its_picture() -> None:
     frame = GBuffer(STATS, instance=torch.tensor([[[0, -1]], [[-1, 1]]], dtype=torch.int32))
     first, second = (scene.picture(frame, "instance", view) for view in (0, 1))

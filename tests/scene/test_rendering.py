@@ -765,6 +765,9 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Scene().add_instances(False, np.eye(4)[None]), "mesh=False"),
         (lambda: Renderer("x.rtg", "cpu"), "scene='x.rtg': expected a scene.Scene"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "tpu"), "device='tpu': expected 'cuda' or 'cpu'"),
+        (lambda: Camera.from_intrinsics("K", np.eye(4), 3, 3), "K='K': expected \\(3, 3\\) numbers"),
+        (lambda: Camera.look_at(np.zeros((9, 99)), (0, 0, 0)), "eye=ndarray of shape \\(9, 99\\): expected three"),
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), near=np.True_), "near="),
         (lambda: Renderer(Scene(), "cpu", pixel_error=1e39), "pixel_error=1e\\+39"),
         (lambda: Renderer(Scene(), "cpu", light=(0, 0, 0)), "light=\\(0, 0, 0\\): expected a direction"),
         (lambda: Renderer(Scene(), "cpu", light=(1, 0)), "light=\\(1, 0\\): expected a direction"),
@@ -783,6 +786,13 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
 def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="device='cuda:2': expected cuda:0 to cuda:1"):
+        Renderer(Scene(), "cuda:2")
 
 
 def test_a_renderer_says_which_kernels_draw(device: str) -> None:

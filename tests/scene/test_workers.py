@@ -134,6 +134,8 @@ def test_an_interruption_ends_all_workers(left: Left) -> None:
 
 
 def test_no_worker_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"workers=2\.5: expected 1 or more"):
+        Workers.of(2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="workers=0: expected 1 or more"):
         Workers.of(0)
     assert Workers.of(None).count >= 1

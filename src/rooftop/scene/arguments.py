@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,21 +23,31 @@ _shortened.maxlist = _shortened.maxtuple = 6
 
 
 def short(value: object) -> str:
-    """Shorten a value for an error message. Of a long text, keep only the beginning and the end."""
+    """Describe a value in an error message: an array or tensor by its shape, and a long text by its beginning and its
+    end."""
     if isinstance(value, np.ndarray) or type(value).__module__ == "torch":
         return f"{type(value).__name__} of shape {tuple(value.shape)}" if getattr(value, "ndim", 0) else repr(value)  # type: ignore[attr-defined]
     text = _shortened.repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]}...{text[-MOST_SHOWN // 2 :]}"
 
 
+def host_array(values: Any) -> NDArray[Any]:
+    """Convert values to a NumPy array. A tensor is detached and copied to the host first; bfloat16, which NumPy lacks,
+    becomes float32."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().resolve_conj().resolve_neg()
+        values = values.float() if str(values.dtype) == "torch.bfloat16" else values
+    return np.asarray(values)
+
+
 def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.float64]:
     """Copy values to a float64 array.
 
     Raises:
-        ValueError: some values are not numbers, or are complex.
+        ValueError: some values are not numbers, or are complex. The message states `name` and what is `expected`.
     """
     try:
-        array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+        array = host_array(values)
         if array.dtype.kind not in "uifbO":
             raise TypeError(f"{array.dtype}")
         return np.array(array, dtype=np.float64)
@@ -45,7 +56,10 @@ def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.floa
 
 
 def whole_number(name: str, value: object, low: int, high: int, what: str = "an integer") -> int:
-    """Check and return an integer from `low` to `high`: a Python or NumPy integer.
+    """Check that a value is an integer from `low` to `high`, of Python or NumPy but not a bool, and return it.
+
+    Args:
+        what: words for such a value in the message.
 
     Raises:
         ValueError: `value` is not an integer, or is out of range; the message begins with `name`.
@@ -60,12 +74,15 @@ def whole_number(name: str, value: object, low: int, high: int, what: str = "an 
 
 
 def whole_pixels(name: str, value: object) -> int:
-    """Check and return a number of pixels."""
+    """Check and return a number of pixels, from 1 to MAX_SIDE."""
     return whole_number(name, value, 1, MAX_SIDE, "an integer number of pixels")
 
 
-def number_in(name: str, value: object, low: float, high: float) -> float:
-    """Check and return a number from `low` to `high`.
+def number_in(name: str, value: object, low: float, high: float, what: str = "a number") -> float:
+    """Check that a value is a number from `low` to `high`, but not a bool or a text, and return it as a float.
+
+    Args:
+        what: words for such a value in the message.
 
     Raises:
         ValueError: `value` is not a number, or is out of range; the message begins with `name`.
@@ -74,6 +91,6 @@ def number_in(name: str, value: object, low: float, high: float) -> float:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
-    if isinstance(value, bool | str | bytes) or not low <= number <= high:
-        raise ValueError(f"{name}={short(value)}: expected a number from {low:g} to {high:g}")
+    if isinstance(value, bool | np.bool_ | str | bytes) or not low <= number <= high:
+        raise ValueError(f"{name}={short(value)}: expected {what} from {low:g} to {high:g}")
     return number

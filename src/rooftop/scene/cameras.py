@@ -97,17 +97,8 @@ class Camera:
         """Make an orthographic view of `view_height` world units from the lower to the upper edge."""
         scale = whole_pixels("height", height) / number_in("view_height", view_height, LEAST, MOST)
         matrix = _looking(eye, target, up)
-        return cls(
-            matrix,
-            width,
-            height,
-            scale,
-            scale,
-            (whole_pixels("width", width) - 1) / 2,
-            (height - 1) / 2,
-            near,
-            orthographic=True,
-        )
+        cx, cy = (whole_pixels("width", width) - 1) / 2, (height - 1) / 2
+        return cls(matrix, width, height, scale, scale, cx, cy, near, orthographic=True)
 
     @classmethod
     def from_intrinsics(
@@ -123,19 +114,11 @@ class Camera:
             ValueError: K does not have this form (for example, it has skew), or `world_to_camera` is not a rotation and
                 a shift.
         """
-        k = np.asarray(K, dtype=np.float64)
+        k = real_numbers(K, "K", "(3, 3) numbers")
         if k.shape != (3, 3) or k[0, 1] or k[1, 0] or np.any(k[2] != (0, 0, 1)):
             raise ValueError(f"K must be [[fx, 0, cx], [0, fy, cy], [0, 0, 1]], without skew; it is {k.tolist()}")
-        return cls(
-            affine(world_to_camera, "world_to_camera"),
-            width,
-            height,
-            float(k[0, 0]),
-            float(k[1, 1]),
-            float(k[0, 2]),
-            float(k[1, 2]),
-            near,
-        )
+        (fx, _, cx), (_, fy, cy), _ = k.tolist()
+        return cls(affine(world_to_camera, "world_to_camera"), width, height, fx, fy, cx, cy, near)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -210,11 +193,12 @@ def same_size(cameras: Sequence[Camera]) -> tuple[int, int]:
 
 
 def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.float64]:
+    """Make the transform (4, 4) from the world to a camera at `eye` that looks towards `target`."""
     points = {}
     for name, point in (("eye", eye), ("target", target), ("up", up)):
         points[name] = real_numbers(point, name, "three finite numbers")
         if points[name].shape != (3,) or not (abs(points[name]) <= MOST).all():
-            raise ValueError(f"{name}={point!r}: expected three finite numbers")
+            raise ValueError(f"{name}={short(point)}: expected three finite numbers")
     forward = points["target"] - points["eye"]
     if abs(forward).max() < LEAST:
         raise ValueError(f"eye and target are the same point, {points['eye'].tolist()}: the view has no direction")

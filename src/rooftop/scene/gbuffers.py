@@ -37,7 +37,7 @@ class StreamingStats:
         resident: number of pages in the pool that a frame can draw from.
         loaded, loaded_bytes: number of pages that were read, and their size.
         evicted: number of pages that were removed to make room.
-        resident_bytes, pool_bytes: total size of the slots that hold resident pages, and of all slots.
+        resident_bytes, pool_bytes: total size of the slots of resident pages, and of all slots.
         error_pixels: upper bound of the picture's error in pixels: `pixel_error` if no page is missing, and larger
             if pages are missing.
     """
@@ -99,7 +99,7 @@ class GBuffer:
         level: int32, level of detail; 0 is the finest.
         uv: float32 (..., 2); nan for background, and on meshes without uv.
         velocity: float32 (..., 2), pixels to the right and down since the renderer's previous frame. 0 is background;
-            nan means that the point was behind the camera in that frame.
+            nan means that the point was behind the camera or nearer than its near plane in that frame.
         material: int32, the surface's material number.
         coverage: bool, whether a surface covers the pixel's centre. Use `coverage` as a stencil, or as a mask for other
             outputs.

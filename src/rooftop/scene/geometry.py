@@ -135,7 +135,8 @@ class Geometry:
             return cls(path, data, identity_of(file.fileno()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the path. Unpickling opens the file again, on this machine or another.
+        """Pickle only the path and a checksum of all pages. Unpickling opens the file again, on this machine or
+        another.
 
         Raises (during unpickling):
             FileNotFoundError, GeometryFileError: as in `open`.
@@ -245,7 +246,7 @@ class Geometry:
     def place(self, cluster: int) -> tuple[int, int]:
         """The page of a cluster, and the cluster's index in the page."""
         if not 0 <= cluster < self.meta["clusters"]:
-            raise IndexError(f"cluster {cluster} does not exist: {self.path} has {self.meta['clusters']}")
+            raise IndexError(f"cluster {cluster} does not exist: {self.path} has {self.meta['clusters']} clusters")
         first = self.first_clusters()
         page = int(np.searchsorted(first, cluster, side="right")) - 1
         return page, cluster - int(first[page])
@@ -475,7 +476,7 @@ def _is_level(level: object) -> bool:
 
 
 def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
-    """Whether a value is a nested list of numbers that a float can represent."""
+    """Whether a value is a nested list of this shape, of numbers that a float can represent."""
     if not shape:
         return isinstance(values, int | float) and abs(values) <= sys.float_info.max
     return isinstance(values, list) and len(values) == shape[0] and all(_are_numbers(v, shape[1:]) for v in values)

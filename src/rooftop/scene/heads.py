@@ -1,5 +1,6 @@
-"""Convert heads of clusters between rows of numbers in Python and words in a page. A head is the record of a cluster:
-its counts, its box, its error, and where its streams of vertices and triangles begin.
+"""Convert the heads of clusters between the words that pages store and rows of CLUSTER_COLUMNS words, which have the
+same columns for all versions of the file. A head is the record of a cluster: its counts, its box, its error, and where
+its streams of vertices and triangles begin.
 
 Version 4 packs heads: heads have no words about replaced groups in a page whose clusters are all of the finest level,
 no words for normals in a mesh without normals, and no words for texture coordinates in a mesh without them.

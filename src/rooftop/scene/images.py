@@ -15,7 +15,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from rooftop.errors import InputError
-from rooftop.scene.arguments import short
+from rooftop.scene.arguments import host_array, short
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -73,6 +73,15 @@ class Texture:
         """
         return cls(name, _size_of(content, name), lambda: content, None)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the content: the bytes of the original file, or the texels."""
+        return _unpickled, (
+            self.name,
+            (self.width, self.height),
+            self.encoded() if self.is_file else None,
+            self._texels,
+        )
+
     @property
     def is_file(self) -> bool:
         """Whether the texture was made from an image file, and not from texels."""
@@ -107,6 +116,10 @@ class Texture:
             is_, said = f"{found.shape[1]} x {found.shape[0]}", f"{self.width} x {self.height}"
             raise InputError(f"{self.name} is {is_}, but its file states {said}; it may be damaged")
         return found
+
+
+def _unpickled(name: str, size: tuple[int, int], content: bytes | None, texels: Bytes | None) -> Texture:
+    return Texture(name, size, None if content is None else lambda: content, texels)
 
 
 def _size_of(content: bytes, name: str) -> tuple[int, int]:
@@ -153,16 +166,14 @@ def _in_rgb(image: Image.Image) -> Image.Image:
 
 def _of_array(image: Any) -> Bytes:
     """Convert an array or tensor to (H, W, 3) uint8."""
-    detached = image.detach().cpu() if hasattr(image, "detach") else image
-    if str(getattr(detached, "dtype", "")) == "torch.bfloat16":  # NumPy has no bfloat16
-        detached = detached.float()
-    array = np.asarray(detached)
+    array = host_array(image)
+    shape = array.shape
     if array.dtype.kind not in "uif":
         raise TypeError(f"texture={short(image)}: expected a path, a PIL image, or an array of uint8 or floats")
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3, 4):
-        raise ValueError(f"a texture must have shape (H, W), (H, W, 3) or (H, W, 4), not {np.asarray(detached).shape}")
+        raise ValueError(f"a texture must have shape (H, W), (H, W, 3) or (H, W, 4), not {shape}")
     _check_size((array.shape[1], array.shape[0]), "the texture")
     array = array[:, :, :3]
     if array.dtype.kind == "f":

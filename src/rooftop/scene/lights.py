@@ -46,9 +46,9 @@ class DirectionalLight:
         direction: the direction in which the light shines, in the world; a vector of any length.
         color: (3,) red, green and blue light on surfaces that face the source, 0 or more; (1, 1, 1) is white.
         cascades: number of shadow maps for each camera, 1 to 8.
-        size: texels along each edge of a map.
-        distance: the distance from the camera up to which there are shadows, in world units; None chooses a power of
-            two beyond the scene's farthest corner.
+        size: texels along each edge of a map, from 16 to 16384.
+        distance: the distance from the camera up to which there are shadows, in world units; None chooses, for each
+            camera, the least power of two that reaches the farthest corner of the box around all casters.
     """
 
     direction: Vector
@@ -163,7 +163,8 @@ Light = DirectionalLight | SpotLight | PointLight
 
 def borders(near: float, far: float, count: int) -> list[float]:
     """The `count` + 1 distances between which `count` cascades lie, from `near` to `far`: a mix of uniform and
-    logarithmic spacing."""
+    logarithmic spacing. If `near` is not less than `far`, the cascades lie between `near` and `near + far`, or
+    `2 * near` if `far` is 0, with uniform spacing."""
     if near >= far:
         return [near + (far if far > 0 else near) * k / count for k in range(count + 1)]
     shares = [k / count for k in range(count + 1)]
@@ -205,7 +206,7 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
         (turn, corners, step, begin): a rotation whose rows point right, down and along the light; the box's corners (8,
         3); the step to whose multiples depths along the light are rounded; and the depth at which these depths begin.
     """
-    box = np.frombuffer(bytes(bounds)).reshape(2, 3)
+    box = np.frombuffer(bounds).reshape(2, 3)
     turn = _turn_along(np.asarray(direction))
     corners = np.array(list(itertools.product(*box.T)))
     along = corners @ turn[2]

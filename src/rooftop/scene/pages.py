@@ -21,7 +21,7 @@ def groups_in(page: Words) -> int:
 
 
 def groups_of(page: Words) -> Words:
-    """The groups of a page, (G, GROUP_WORDS) int32."""
+    """The records of a page's groups, (G, GROUP_WORDS) int32."""
     return page[layouts.PAGE_WORDS :][: groups_in(page) * layouts.GROUP_WORDS].reshape(-1, layouts.GROUP_WORDS)
 
 

@@ -104,9 +104,11 @@ def points(
 
     Raises:
         KeyError: an output was not rendered.
-        ValueError: the cameras do not match the frame.
+        ValueError: the cameras do not match the frame, or `columns` is not a list.
     """
     cameras = checked_cameras(cameras)
+    if isinstance(columns, str):
+        raise ValueError(f"columns={columns!r}: expected a list of names of outputs, such as [{columns!r}]")
     depth = frame["depth"]  # (views, H, W)
     width, height = same_size(cameras)
     if depth.shape != (len(cameras), height, width):

@@ -34,7 +34,7 @@ class Scene:
     def __init__(self) -> None:
         self.placed = Instances()  # renderers use this; users call `instances`
         self._meshes: list[Geometry] = []
-        self._materials: list[tuple[Material, ...] | None] = []
+        self._materials: list[tuple[Material, ...] | None] = []  # for each mesh, those given to `add_mesh`, or None
         self._lights: list[Light] = []
         self._bounds = WorldBounds()
 
@@ -51,7 +51,8 @@ class Scene:
     def materials(self) -> tuple[tuple[Material, ...] | None, ...]:
         """For each mesh, the materials by their numbers, or None if neither the file nor the caller provides
         materials."""
-        return tuple(self._materials)
+        both = zip(self._materials, self._meshes, strict=True)
+        return tuple(mesh.materials if given is None else given for given, mesh in both)
 
     def add_mesh(self, mesh: str | PathLike[str] | Geometry, *, materials: Sequence[Material] | None = None) -> int:
         """Add a mesh: a geometry file (from `scene.build`) or an open `Geometry`. Return the number by which instances
@@ -67,7 +68,7 @@ class Scene:
                 file, or a material has a texture but the mesh has no texture coordinates.
         """
         opened = mesh if isinstance(mesh, Geometry) else Geometry.open(Path(mesh))
-        chosen = opened.materials
+        chosen = None
         if materials is not None:
             chosen = checked_materials(materials, int(opened.meta.get("materials", 1)), str(opened.path))
             if not opened.meta["has_uv"] and any(each.texture is not None for each in chosen):
@@ -92,7 +93,12 @@ class Scene:
         return self.add_instances(mesh, matrix[None])[0]
 
     def add_instances(self, mesh: int, transforms: ArrayLike) -> range:
-        """Add one instance for each transform, (N, 4, 4); return their numbers."""
+        """Add one instance for each transform, (N, 4, 4); return their numbers.
+
+        Raises:
+            ValueError: as in `add_instance`, or the scene would have more than MAX_INSTANCES instances. In both cases
+                no instance is added.
+        """
         mesh = _given_by("add_mesh", "mesh", mesh, len(self.meshes))
         matrices = _checked(transforms)
         if self.placed.count + len(matrices) > MAX_INSTANCES:

@@ -1,8 +1,9 @@
-"""Keep the box around all instances of a scene up to date, at a cost proportional to the number of changed
-instances."""
+"""Keep the box around all instances of a scene up to date. Usually, only changed instances are read; all are read if an
+instance that touched a side of the box has moved."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,18 +14,30 @@ from rooftop.scene.instances import Floats, Instances, grown
 
 
 class WorldBounds:
-    """The bounds of a scene's instances, cached between calls."""
+    """The bounds of a scene's instances, cached between calls. Renderers in several threads may ask for them."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._version = self._known = 0
         self._sides: Floats = np.empty((0, 6))  # for each instance, the lowest corner and the negated highest corner
         self._lowest = np.full(6, np.inf)  # the minimum of `_sides` over all instances
         self._halves = np.empty((0, 2, 3))  # for each mesh: centre and half size of its box
 
+    def __reduce__(self) -> tuple[type[WorldBounds], tuple[()]]:
+        """Pickle and copy without the cached values; the copy computes them again."""
+        return WorldBounds, ()
+
     def of(self, instances: Instances, meshes: Sequence[Geometry]) -> Floats:
         """Return the lowest and highest corner (2, 3) of the box around all instances. There must be at least one
         instance.
         """
+        with self._lock:
+            self._update(instances, meshes)
+            corners = self._lowest.reshape(2, 3).copy()
+        np.negative(corners[1], out=corners[1])
+        return corners
+
+    def _update(self, instances: Instances, meshes: Sequence[Geometry]) -> None:
         rows = instances.changed(self._version, self._known)
         if len(rows):
             self._sides = grown(self._sides, instances.count)
@@ -36,9 +49,6 @@ class WorldBounds:
             else:
                 self._lowest = np.minimum(self._lowest, sides.min(0))
         self._version = instances.changes.version
-        corners = self._lowest.reshape(2, 3).copy()
-        np.negative(corners[1], out=corners[1])
-        return corners
 
     def _sides_of(self, instances: Instances, rows: NDArray[np.int64], meshes: Sequence[Geometry]) -> Floats:
         if len(self._halves) != len(meshes):

@@ -108,7 +108,25 @@ def settle(renderer: Renderer) -> None:
     """Wait until the pages in flight have been read; the next frame takes them."""
     assert renderer.pool is not None
     loader = renderer.pool.loader
-    loader.put_back(loader.wait())
+    results = loader._reader.take(loader.in_flight)
+    loader._reader = Settled(getattr(loader._reader, "reader", loader._reader), results)
+
+
+class Settled:
+    """A reader, and results that were taken from it early; the next call returns them."""
+
+    def __init__(self, reader: Any, results: NDArray[np.int64]) -> None:
+        self.reader, self.results = reader, results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reader, name)
+
+    def arrived(self) -> NDArray[np.int64]:
+        return self.take(0)
+
+    def take(self, least: int) -> NDArray[np.int64]:
+        early, self.results = self.results, self.results[:0]
+        return np.concatenate([early, self.reader.take(max(least - len(early), 0))])
 
 
 # ---- no hole ---------------------------------------------------------------------------------------------------------
@@ -181,8 +199,9 @@ class Late:
         return held.chosen(slice(count))
 
     def wait(self) -> Arrivals:
-        found, self.held = Arrivals.joined([self.held, self.loader.wait()]), loading.NONE
-        return found
+        held, found, self.held = self.held, self.loader.wait(), loading.NONE
+        pages, sizes = ([held.pages, found.pages], [held.size_bytes, found.size_bytes])
+        return Arrivals(np.concatenate(pages), np.concatenate(sizes), held.errors | found.errors)
 
 
 @pytest.mark.parametrize("reader", ["compiled", "in Python"], indirect=True)
@@ -441,7 +460,7 @@ def test_a_pool_below_the_root_pages_is_refused_before_anything_is_allocated(
         tight.render(flight(1)[0])
 
 
-@pytest.mark.parametrize("pool_bytes", [0, -5, 1.5, "2GB", True])
+@pytest.mark.parametrize("pool_bytes", [0, -5, 1.5, "2GB", True, np.array([1, 2])])
 def test_a_pool_that_is_no_number_of_bytes_is_refused(paged_ball: Geometry, pool_bytes: Any) -> None:
     with pytest.raises(ValueError, match=r"pool_bytes=.*expected an integer number of bytes"):
         Renderer(alone(paged_ball), "cpu", pool_bytes=pool_bytes)

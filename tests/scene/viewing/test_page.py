@@ -272,6 +272,21 @@ def test_a_path_is_recorded_kept_loaded_and_replayed(opened: Open, tmp_path: Pat
     assert found.said == []
 
 
+def test_a_path_recorded_with_a_coarse_clock_can_be_read(opened: Open) -> None:
+    """Some browsers round their clock, so several pictures may have the same time."""
+    found = opened()
+    found.page.evaluate(
+        "const now = performance.now.bind(performance); performance.now = () => 400 * Math.floor(now() / 400)"
+    )
+    found.page.keyboard.press("r")
+    found.drag(60, 10)
+    found.page.keyboard.press("r")
+    with found.page.expect_download() as download:
+        found.page.click("#download")
+    path = RecordedPath.read(Path(download.value.path()))
+    assert path.views[-1].eye == pytest.approx(found.view()["eye"])
+
+
 def test_an_error_in_rendering_is_shown_and_goes_away(
     opened: Open, viewer: Viewer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

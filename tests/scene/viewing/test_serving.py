@@ -377,6 +377,7 @@ def test_beyond_loopback_names_of_the_machine_count(world: scene.Scene, monkeypa
         ({"size": [8, 8], "pixel_error": -1}, "pixel_error is -1: expected a number from 0"),
         ({"size": [8, 8], "quality": 0}, "quality is 0"),
         ({"size": [8, 8], "format": "gif"}, "format is 'gif': expected one of jpeg, png"),
+        ({"size": [8, 8], "framed": "yes"}, "framed is 'yes': expected one of False, True"),
         ({"size": [8, 8], "framed": 1}, "framed is 1: expected one of False, True"),
         ({"size": [8, 8], "tab": "x" * 65}, "tab is"),
         ({"size": [8, 8], "at": [8, 0]}, "at is 8: expected an integer from 0 to 7"),
@@ -499,6 +500,16 @@ def test_who_goes_away_disturbs_nobody(client: Client, viewer: Viewer, capsys: p
         gone.connection.request("POST", "/frame", b"{", {"Content-Length": "100"})
         gone.connection.close()
     assert client.frame().status == 200
+    assert capsys.readouterr().err == ""
+
+
+def test_who_stops_sending_disturbs_nobody(
+    viewer: Viewer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serving._Handler, "timeout", 0.2)
+    stalled = Client(viewer, "stalled")
+    with pytest.raises(ConnectionError):
+        stalled.ask("POST", "/frame", b"{", Content_Length="100")
     assert capsys.readouterr().err == ""
 
 

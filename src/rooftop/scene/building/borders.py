@@ -58,7 +58,7 @@ class SharedPlaces:
         _mark(place, corners, starts, counts, owners, self.owner, self.several)
 
     def hold(self, places: Numbers) -> None:
-        """Mark these places as used by several owners; to be called after both passes."""
+        """Mark these places as if several owners used them. Call this after both passes."""
         self.several[places] = 1
 
 
@@ -94,10 +94,10 @@ class Connections:
 
     Attributes:
         parts: the number of connected parts of the batch's triangles.
-        vertices: numbers of the batch's vertices in the mesh.
+        vertices: numbers of the batch's vertices in the mesh; empty if there is one part.
         of_vertices: the part of each vertex, or None if there is one part.
         places: places that other batches also use.
-        of_places: number of the part to which each of these places belongs.
+        of_places: the part of each of these places.
         crowded: number of edges that have more than two faces and that no other batch can share.
         open_places: places of edges that have one face and that no other batch can share.
         edges: (E, 2) places of the edges that other batches may share, with the lower place first.
@@ -194,6 +194,8 @@ class Whole:
 
 
 def _parts(batches: list[Connections], used: Callable[[int], Numbers], vertices: Vertices) -> Numbers | None:
+    """The connected part of each vertex of the mesh, or None if there is one part. Parts of different batches are one
+    part if they share a place."""
     first = starts_of([each.parts for each in batches])
     places = np.concatenate([each.places for each in batches])
     of = np.concatenate([each.of_places + start for each, start in zip(batches, first[:-1].tolist(), strict=True)])

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from rooftop.errors import InputError
 from rooftop.scene import layouts
+from rooftop.scene.arguments import host_array, short
 from rooftop.scene.building.levels import Hierarchy, build_levels
 from rooftop.scene.building.meshes import Mesh, Repairs, checked_mesh, column_bounds
 from rooftop.scene.building.reading import read_mesh
@@ -22,7 +23,8 @@ from rooftop.scene.building.writing import checked_target, renamed_when_done, wr
 from rooftop.scene.material_sections import material_sections
 from rooftop.scene.materials import IMAGES, Material, checked_materials
 
-FACES_OF_A_WORKER = 20_000  # the least by default: forking two processes takes as long as building so many faces
+# by default, each worker gets at least this many faces: building them takes as long as forking two processes
+FACES_OF_A_WORKER = 20_000
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def build(
     workers: int | None = None,
     lock_borders: bool = False,
 ) -> BuildReport:
-    """Write a mesh as a geometry file, with all its levels of detail.
+    """Write a mesh as a geometry file, with all its levels of detail. The arrays may also be tensors on any device.
 
     Args:
         vertices: (V, 3) positions, in object units.
@@ -97,7 +99,8 @@ def build(
             images in their original encoding. Textures are looked up at `uv`.
         precision: positions are rounded to a grid whose step is the largest power of two up to this value. By default,
             this value is the smaller of 1/64 of the mean edge and 1/16384 of the mesh's extent; if faces have no area
-            on that grid, it is about 1/16 of the shortest edges of these faces.
+            on that grid, it is about 1/16 of the shortest edges of these faces. The step is at least 2^-24 of the
+            extent.
         progress: called with the current activity and the fraction done.
         workers: number of processes, by default one per CPU, and fewer for a mesh of less than 20,000 faces per CPU.
             The file is the same for any number of processes.
@@ -137,13 +140,14 @@ def _build(
     mesh = checked_mesh(vertices, faces, normals, uv, materials, precision, colors, pool)
     if workers is None:
         pool = Workers(max(1, min(pool.count, len(mesh.faces) // FACES_OF_A_WORKER)))
+    step = math.ldexp(1.0, mesh.vertices.exponent)
     with pool.team([write_pages]) as team:
         hierarchy = build_levels(mesh, show, team, lock_borders)
         mesh = replace(mesh, repairs=replace(mesh.repairs, non_manifold_edges=hierarchy.non_manifold_edges))
         show(f"writing {target.name}", 1.0)
         levels = _levels(hierarchy)
         fill = sum(level.triangles for level in levels) / (layouts.MAX_TRIANGLES * len(hierarchy.levels))
-        roots = int((hierarchy.errors[hierarchy.groups] == layouts.NEVER).sum())
+        roots = hierarchy.roots
         why = (
             None if roots == 1 else f"{hierarchy.unshrunk:,} clusters were in no group that could be simplified further"
         )
@@ -151,12 +155,12 @@ def _build(
             why += ": borders are locked"
         meta = _meta(mesh, hierarchy, levels, why) | ({"linear_colors": True} if linear_colors else {})
         with renamed_when_done(target) as file:
-            written = write(file, hierarchy, math.ldexp(1.0, mesh.vertices.exponent), meta, sections, team)
+            written = write(file, hierarchy, step, meta, sections, team)
     size, images = written["bytes"], sum(len(content) for name, content in sections if name == IMAGES.encode())
     return BuildReport(
         path=target, triangles=len(mesh.faces), levels=levels, fill=fill, size_bytes=size,
-        bytes_per_triangle=(size - images) / len(mesh.faces), precision=math.ldexp(1.0, mesh.vertices.exponent),
-        roots=roots, why_several=why, repairs=mesh.repairs, seconds=time.perf_counter() - began, image_bytes=images,
+        bytes_per_triangle=(size - images) / len(mesh.faces), precision=step, roots=roots, why_several=why,
+        repairs=mesh.repairs, seconds=time.perf_counter() - began, image_bytes=images,
     )  # fmt: skip
 
 
@@ -188,9 +192,13 @@ def build_file(
     Raises:
         FileNotFoundError, InputError: the file is missing, cannot be read or has no triangles; or an image that it
             names is missing, damaged or too large.
-        ValueError: the output would overwrite the mesh file, or nothing can be built from the mesh.
+        ValueError: the output would overwrite the mesh file, nothing can be built from the mesh, or another argument is
+            invalid.
         MissingExtraError: trimesh or meshoptimizer is not installed.
     """
+    if not isinstance(normals, str) or normals not in ("file", "smooth", "flat"):
+        raise ValueError(f"normals={short(normals)}: expected 'file', 'smooth' or 'flat'")
+    Workers.of(workers)  # a wrong number raises before the mesh is read
     source = Path(mesh)
     target = source.with_suffix(".rtg") if path is None else Path(path)
     if target.resolve() == source.resolve():
@@ -210,11 +218,10 @@ def build_file(
 def _sections(
     table: Sequence[Material] | None, materials: npt.ArrayLike | None, has_uv: bool
 ) -> list[tuple[bytes, bytes]]:
-    """The material sections of a geometry file. All images are decoded, to make sure that none is
-    damaged."""
+    """The material sections of a geometry file. All images are decoded, to make sure that none is damaged."""
     if table is None:
         return []
-    given = np.zeros(0) if materials is None else np.asarray(materials)
+    given = np.zeros(0) if materials is None else host_array(materials)
     # for other dtypes, `checked_mesh` raises later
     numbers = int(given.max()) + 1 if given.dtype.kind in "iu" and given.size else 1
     checked = checked_materials(table, numbers, "the mesh")
@@ -256,7 +263,7 @@ def _meta(mesh: Mesh, hierarchy: Hierarchy, levels: tuple[LevelCount, ...], why:
         "groups": len(hierarchy.errors),
         "levels": [asdict(level) for level in levels],
         "bounds": [(low * step).tolist(), (high * step).tolist()],
-        "roots": int((hierarchy.errors[hierarchy.groups] == layouts.NEVER).sum()),
+        "roots": hierarchy.roots,
         "why_several_roots": why,
         "repairs": asdict(mesh.repairs),
     }

@@ -34,7 +34,7 @@ class Excerpt:
 
     @classmethod
     def of(cls, vertices: Vertices, corners: Numbers) -> Excerpt:
-        """Make the excerpt for these triangles (T, 3)."""
+        """Make the excerpt of triangles (T, 3) of a mesh, given by their corners."""
         numbers, local = numbered(corners, len(vertices.grid))
         merged = vertices.merged[numbers]
         if (merged != numbers).any():

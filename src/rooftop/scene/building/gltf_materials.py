@@ -3,9 +3,9 @@
 In glTF a factor is in linear light, and an image contains displayed values (sRGB); here both are stored as displayed
 values. The reader supports these properties of a texture: its sampler (how the texture repeats, and whether
 magnification takes the nearest texel), KHR_texture_transform, its set of coordinates, and its image. The image may be
-in the glTF file, in a file next to the glTF file or in a `data:` URI, including images of EXT_texture_webp and
-MSFT_texture_dds. An image in KHR_texture_basisu raises an error that names this extension. From the older
-KHR_materials_pbrSpecularGlossiness, only the diffuse colour is read.
+in the glTF file, in another file in the glTF file's folder or below it, or in a `data:` URI, including images of
+EXT_texture_webp and MSFT_texture_dds. An image in KHR_texture_basisu raises an error that names this extension. From
+the older KHR_materials_pbrSpecularGlossiness, only the diffuse colour and its texture are read.
 
 Source: the glTF 2.0 specification of the Khronos Group (3.8 and 3.9), and its registry of extensions.
 """
@@ -110,7 +110,7 @@ class GltfMaterials:
 
 
 def _base_color(described: Document) -> tuple[list[float], Document | None]:
-    """Return the factor of the base colour, and the entry of its texture."""
+    """Return the factor of the base colour, and the JSON object that names its texture, or None."""
     older = described.get("extensions", {}).get("KHR_materials_pbrSpecularGlossiness")
     if older is not None:
         return older.get("diffuseFactor", [1.0] * 4), older.get("diffuseTexture")

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from rooftop.errors import InputError
 from rooftop.scene.building.gltf_materials import GltfMaterials
 from rooftop.scene.building.gltf_nodes import PlacedMesh, is_flat, placed_meshes, posed
-from rooftop.scene.building.gltf_uris import content_of
+from rooftop.scene.building.gltf_uris import content_of, has_escapes
 from rooftop.scene.building.part_materials import PartMaterial
 
 Array = npt.NDArray[Any]
@@ -71,7 +71,7 @@ def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[Pa
         return plain.made(), materials
     except InputError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, struct.error) as error:
+    except (AttributeError, KeyError, IndexError, OverflowError, TypeError, ValueError, struct.error) as error:
         raise InputError(f"{path} is a damaged glTF file ({type(error).__name__}: {error})") from error
 
 
@@ -118,7 +118,7 @@ def _refuse_extensions(document: Document, path: Path) -> None:
 
 
 class _Plain:
-    """A document during conversion."""
+    """A glTF document, which the methods convert to the simple form step by step."""
 
     def __init__(self, document: Document, binary: tuple[int, int], path: Path) -> None:
         self._document, self._binary, self._path = document, binary, path
@@ -185,6 +185,8 @@ class _Plain:
         return mesh | {"primitives": primitives}
 
     def made(self) -> bytes | None:
+        """Convert the meshes, and return the document as a GLB; None if nothing had to change. Warn of parts and scenes
+        that are ignored."""
         if self._scenes > 1:
             warnings.warn(f"{self._path}: only the default one of its {self._scenes} scenes is read", stacklevel=4)
         left_out: dict[str, int] = {}
@@ -198,7 +200,9 @@ class _Plain:
         if left_out:
             counted = ", ".join(f"{count} of {kind}" for kind, count in left_out.items())
             warnings.warn(f"{self._path}: parts that are not surfaces are ignored ({counted})", stacklevel=4)
-        return self._glb() if self._changed else None
+        # a reader that does not know of escapes would look for a file named `a%20b.bin`
+        escaped = any(has_escapes(str(buffer.get("uri", ""))) for buffer in self._document.get("buffers", ()))
+        return self._glb() if self._changed or escaped else None
 
     def _make_plain(self, primitive: Document) -> None:
         attributes = primitive["attributes"]
@@ -224,9 +228,11 @@ class _Plain:
         return found
 
     def _is_other(self, accessor: Document, plain: tuple[int, ...]) -> bool:
+        """Whether an accessor is sparse, has no stored values, or has a component type that is not in `plain`."""
         return "sparse" in accessor or "bufferView" not in accessor or accessor["componentType"] not in plain
 
     def _plain(self, number: int, is_index: bool) -> int:
+        """Convert an accessor to a new one, of uint32 for indices and otherwise of float32; return its number."""
         key = (number, is_index)
         if key not in self._made:
             accessor = self._accessor(number)
@@ -236,7 +242,7 @@ class _Plain:
         return self._made[key]
 
     def _add(self, values: Array, of: str, kind: int) -> int:
-        """Add an accessor for new values; return its index."""
+        """Add an accessor of the type `of` and the component type `kind` for new values; return its number."""
         views, accessors = self._document.setdefault("bufferViews", []), self._document["accessors"]
         self._added.append(values.tobytes())
         views.append({"buffer": -len(self._added), "byteLength": values.nbytes})

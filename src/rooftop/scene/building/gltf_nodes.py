@@ -107,7 +107,8 @@ def _world_matrices(nodes: Sequence[Document]) -> list[Floats]:
 
 
 def _local(node: Document, number: int) -> Floats:
-    """The transform of a node to its parent: its matrix * translation * rotation * scale. What is missing is 1."""
+    """The transform of a node to its parent: matrix * translation * rotation * scale. A factor that the node does not
+    state is the identity."""
     matrix = np.eye(4)
     if "matrix" in node:
         matrix[:3] = np.array(node["matrix"], np.float64).reshape(4, 4).T[:3]
@@ -151,24 +152,25 @@ def posed(
         IndexError, KeyError, ValueError: the primitive lacks joints or weights, or names joints that do not exist.
     """
     attributes, found = primitive["attributes"], dict[str, Array]()
+
+    def before(name: str) -> Array:
+        """The values of an attribute so far."""
+        return found[name] if name in found else values(attributes[name]).astype(np.float64)
+
     for weight, target in zip(placed.weights, primitive.get("targets", ()), strict=False):
         for name in names if weight else ():
             if name in target and name in attributes:
-                before = found[name] if name in found else values(attributes[name]).astype(np.float64)
-                found[name] = before + weight * values(target[name])
+                found[name] = before(name) + weight * values(target[name])
     if placed.joints is None:
         return found
     matrices = placed.joints if inverse_bind is None else placed.joints @ inverse_bind[: len(placed.joints)]
     blended = _blended(attributes, matrices, values)  # (V, 3, 4)
-    for name in ("POSITION", "NORMAL"):
-        if name in attributes:
-            before = found[name] if name in found else values(attributes[name]).astype(np.float64)
-            if name == "POSITION":
-                found[name] = np.einsum("vij,vj->vi", blended[:, :, :3], before) + blended[:, :, 3]
-            else:
-                a, b, c = blended[:, :, :3].swapaxes(0, 1)  # the rows of each linear map
-                cofactors = np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], 1)
-                found[name] = np.einsum("vij,vj->vi", cofactors, before)
+    if "POSITION" in attributes:
+        found["POSITION"] = np.einsum("vij,vj->vi", blended[:, :, :3], before("POSITION")) + blended[:, :, 3]
+    if "NORMAL" in attributes:
+        a, b, c = blended[:, :, :3].swapaxes(0, 1)  # the rows of each linear map
+        cofactors = np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], 1)
+        found["NORMAL"] = np.einsum("vij,vj->vi", cofactors, before("NORMAL"))
     return found
 
 

@@ -67,7 +67,7 @@ def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
 
 
 def _in_order(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
-    """The numbers of all parts, in the order of Morton's curve."""
+    """The numbers of all parts, in the order of their centres along Morton's curve."""
     present = np.unique(parts)
     order: Ints = present[np.argsort(morton_codes(_middles(parts, spheres)[present]), kind="stable")]
     return order

@@ -106,6 +106,11 @@ class Hierarchy:
     unshrunk: int
     non_manifold_edges: int
 
+    @property
+    def roots(self) -> int:
+        """Number of clusters without a replacement."""
+        return int((self.errors[self.groups] == layouts.NEVER).sum())
+
 
 def build_levels(mesh: Mesh, progress: Progress, team: Team, lock_borders: bool = False) -> Hierarchy:
     """Build the clusters of all levels, from the mesh's own faces to the root.
@@ -209,9 +214,9 @@ class _Step:
 class _Levels:
     """The state of a build, which advances step by step.
 
-    The workers of a team see all data as it was at the time of the fork. Of the data that workers use, only two items
-    change after the fork: the corners of the front, which are in shared memory, and `mesh`. Code that changes `mesh`
-    ends the team's processes with `forget`.
+    The workers of a team see all data as it was at the time of the fork. Of the data that workers use, only three items
+    change after the fork: `corners` and the arrays of `shared_places`, which are in shared memory, and `mesh`. Code
+    that changes `mesh`, or allocates new arrays for `shared_places`, ends the team's processes with `forget`.
     """
 
     def __init__(self, mesh: Mesh, progress: Progress, lock_borders: bool) -> None:
@@ -222,7 +227,7 @@ class _Levels:
         self.places = int(mesh.vertices.place.max()) + 1
         self.step = math.ldexp(1.0, mesh.vertices.exponent)
         self.shared_places = SharedPlaces()
-        self.held: Words = np.empty(0, np.uint32)  # positions whose vertices no level may move
+        self.held: Words = np.empty(0, np.uint32)  # places whose vertices no level may move
         self.non_manifold_edges = 0
         self.heads: list[Words] = []
         self.streams: list[Words] = []
@@ -295,7 +300,6 @@ class _Levels:
             *ordering(vertices.grid, self.mesh.faces, corners),
             (own, numbers),
             (mark, numbers),
-            (self.shared_places.hold, [self.held] if len(self.held) else []),
         ]
         done = _Fraction(len(pieces), lambda fraction: self.progress(what, CUTTING * fraction))
         found = team.run_items(work, numbers, "cutting triangles", done, stages)
@@ -386,7 +390,8 @@ class _Levels:
         return 1 - (1 - CUTTING) * left / total
 
     def _grouped(self, front: Front, team: Team) -> Ints:
-        """Assign a group to each cluster. In every other step, the runs are shifted."""
+        """Assign a group to each cluster. In every other step, the runs are shifted by half a run, so that clusters on
+        both sides of a border between runs can get into one group."""
         count = len(front.triangles)
         many = -(-count // RUN_CLUSTERS)
         ends = np.linspace(0, count, many + 1)
@@ -427,16 +432,11 @@ class _Levels:
         groups = np.repeat(np.arange(*batch), step.counts[slice(*batch)])
         return step.cluster_starts[chosen], step.cluster_triangles[chosen], groups
 
-    def _corners(self, step: _Step, batch: tuple[int, int]) -> Words:
-        """The corners of a batch of groups."""
-        starts, counts, _ = self._runs(step, batch)
-        return gathered(self.corners, starts, counts)
-
     def _replace(self, step: _Step, batch: tuple[int, int]) -> _Next:
         """Simplify a batch of groups, and cut the results into clusters."""
         own = slice(*batch)
-        corners, triangles, counts = self._corners(step, batch), step.triangles[own], step.counts[own]
-        levels, spheres = step.levels[own], step.spheres[own]
+        triangles, counts, levels, spheres = step.triangles[own], step.counts[own], step.levels[own], step.spheres[own]
+        corners = gathered(self.corners, *self._runs(step, batch)[:2])
         whole = len(self.mesh.vertices.grid)
         excerpt = Excerpt.of(self.mesh.vertices, corners)
         mesh = replace(self.mesh, vertices=excerpt.vertices)
@@ -498,7 +498,7 @@ class _Levels:
         return numbers
 
     def _end(self, clusters: Ints, parts: Ints) -> None:
-        """Form groups from clusters that stay without a replacement."""
+        """Form groups from clusters that stay without a replacement. `parts` is the group of each cluster, from 0."""
         order = np.argsort(parts, kind="stable")
         counts = np.bincount(parts)
         self.members.append((clusters[order], parts[order] + self.groups))
@@ -508,7 +508,7 @@ class _Levels:
 
 
 class _Fraction:
-    """Report the finished fraction of items."""
+    """A function that is called once for each finished item, and calls `told` with the finished fraction of items."""
 
     def __init__(self, items: int, told: Callable[[float], None]) -> None:
         self.items, self.told, self.done = items, told, 0

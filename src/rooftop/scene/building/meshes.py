@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.scene import layouts
+from rooftop.scene.arguments import host_array
 from rooftop.scene.building import meshopt
 from rooftop.scene.building.normals import from_octahedral, octahedral, smooth_normals, unit_vectors
 from rooftop.scene.building.welding import weld
@@ -140,7 +141,7 @@ def checked_mesh(
         ValueError: a shape, index or number is invalid.
     """
     points = _numbers("vertices", positions, 3)
-    triangles = _integers("faces", faces, (None, 3))
+    given = triangles = _integers("faces", faces, (None, 3))
     if not len(triangles):
         raise ValueError(f"the mesh has {len(points):,} vertices but no faces; there is nothing to build")
     if triangles.min() < 0 or triangles.max() >= len(points):
@@ -191,7 +192,7 @@ def checked_mesh(
     attributes: list[npt.NDArray[np.int32]] = []
     uv_exponent = 0
     if directions is not None:
-        attributes.append(_octahedral(directions, workers))
+        attributes.append(_octahedral(directions, used, workers))
         directions = None
     if texture is not None:
         uv_exponent = _uv_exponent(texture, triangles, used)
@@ -205,7 +206,7 @@ def checked_mesh(
     rows = np.concatenate([grid, *attributes], axis=1) if attributes else None
     welded = weld(grid, rows, triangles, workers)
     flat = welded.flat
-    small = _edges_of_small(points, np.asarray(faces)[flat]) if flat.any() else np.empty(0)
+    small = _edges_of_small(points, given[flat]) if flat.any() else np.empty(0)
     if len(small) and precision is None:
         finer = _finer_exponent(small, float((high - low).max()))
         if finer is not None and finer < exponent:
@@ -226,21 +227,20 @@ def checked_mesh(
     if len(welded.kept) < len(grid):  # if all vertices are used, all rows stay where they are
         grid, *attributes = (np.take(each, welded.kept, axis=0) for each in (grid, *attributes))
     columns = iter(attributes)
-    places = grid
     vertices = Vertices(
-        grid=places,
+        grid=grid,
         place=welded.places,
         normals=next(columns).astype(np.uint16) if normals is not None else None,
         uv=np.ascontiguousarray(next(columns)) if texture is not None else None,
         colors=next(columns).astype(np.uint8) if shades is not None else None,
         materials=last[:, 0].astype(np.uint16) if (last := next(columns, None)) is not None else None,
-        merged=np.arange(len(places), dtype=np.uint32),
+        merged=np.arange(len(grid), dtype=np.uint32),
         exponent=exponent,
         uv_exponent=uv_exponent,
     )
     uv_length = 0.0
     if vertices.uv is not None:
-        uv_length = _mean_edge(places, welded.faces) / (_mean_edge(vertices.uv, welded.faces) or 1.0)
+        uv_length = _mean_edge(grid, welded.faces) / (_mean_edge(vertices.uv, welded.faces) or 1.0)
     return Mesh(_with_merged(vertices), welded.faces, origin, repairs, uv_length)
 
 
@@ -268,19 +268,20 @@ def _rounded(
     return found
 
 
-def _octahedral(directions: Floats, workers: Workers) -> npt.NDArray[np.int32]:
-    """Encode directions of any length as octahedral (V, 2)."""
+def _octahedral(directions: Floats, used: npt.NDArray[np.bool_], workers: Workers) -> npt.NDArray[np.int32]:
+    """Encode directions of any length as octahedral (V, 2). Directions of unused vertices, which may be NaN, count as
+    (1, 1, 1)."""
     found = np.empty((len(directions), 2), np.int32)
 
     def turn(rows: slice) -> None:
-        found[rows] = octahedral(unit_vectors(directions[rows]))
+        found[rows] = octahedral(unit_vectors(np.where(used[rows, None], directions[rows], 1.0)))
 
     workers.threads(turn, chunks(len(directions), SHORT))
     return found
 
 
 def _numbers(name: str, values: npt.ArrayLike, width: int, count: int | None = None) -> Floats:
-    array = np.asarray(values)
+    array = host_array(values)
     if array.dtype.kind not in "fiu":
         raise TypeError(f"{name} must be numbers, not {array.dtype}")
     if array.ndim != 2 or array.shape[1] != width or count not in (None, len(array)):
@@ -291,7 +292,7 @@ def _numbers(name: str, values: npt.ArrayLike, width: int, count: int | None = N
 
 def _colors(values: npt.ArrayLike, used: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
     """Convert colours to (V, 3), 0 to 255."""
-    array = np.asarray(values)
+    array = host_array(values)
     colors = _numbers("colors", array, 3, len(used))
     if array.dtype == np.uint8:
         return array.astype(np.int32)
@@ -305,7 +306,7 @@ def _colors(values: npt.ArrayLike, used: npt.NDArray[np.bool_]) -> npt.NDArray[n
 
 
 def _integers(name: str, values: npt.ArrayLike, shape: tuple[int | None, ...]) -> npt.NDArray[np.int64]:
-    array = np.asarray(values)
+    array = host_array(values)
     if array.size == 0 and array.ndim == 1 and len(shape) == 2:
         array = np.empty((0, 3), np.int64)  # the caller passed an empty list
     if array.dtype.kind not in "iu":
@@ -373,7 +374,7 @@ def _grid_exponent(
 
 
 def _edges_of_small(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
-    """Length of the shortest edge of each face that is not a needle."""
+    """For each of these faces that is no needle (see NEEDLE), the length of its shortest edge."""
     corners = points[faces]
     edges = np.roll(corners, -1, 1) - corners
     lengths = np.linalg.norm(edges, axis=2)

@@ -83,6 +83,7 @@ def partition(
     Args:
         corners: the vertices of all clusters' corners, cluster by cluster.
         counts: (C,) number of corners of each cluster.
+        vertices: number of vertices; all of `corners` are below it.
     """
     parts = np.empty(len(counts), np.uint32)
     library().meshopt_partitionClusters(

@@ -3,8 +3,8 @@
 Colours and images are displayed values (sRGB), as in the programs that write such files. `map_Kd` is multiplied by
 `Kd`, as the format specifies. If there is a `map_Kd`, a Kd of 0 0 0 counts as white, because some programs write 0 0 0
 for textured materials. The options -s and -o of `map_Kd` (scale and offset of the texture coordinates) and -clamp are
-read. The format's other options are skipped, with a warning if they would change the picture. An unknown
-option is an error. A path may contain blanks, backslashes or a drive. If the path does not exist, the file of that
+read. The format's other options are skipped, with a warning if they would change the picture. An unknown option is an
+error. A path may contain blanks, backslashes or a drive. If the path does not exist, the file of that
 name next to the .mtl file is used.
 
 Source: the MTL specification of Alias|Wavefront (Object files, appendix B1, "Material file format").
@@ -26,24 +26,10 @@ from rooftop.scene.materials import Material
 
 _LIBRARY = re.compile(rb"(?:^|[\r\n])[ \t]*mtllib[ \t]+([^\r\n]+)")
 _NUMBERS = {"-s": 3, "-o": 3, "-t": 3}  # maximum count of numbers after each option
-_WORDS = {
-    "-blendu": 1,
-    "-blendv": 1,
-    "-clamp": 1,
-    "-cc": 1,
-    "-texres": 1,
-    "-boost": 1,
-    "-bm": 1,
-    "-imfchan": 1,
-    "-mm": 2,
-}
-_HARMLESS = {
-    "-blendu",
-    "-blendv",
-    "-texres",
-    "-bm",
-    "-boost",
-}  # options that are ignored: -bm is for bump maps, and the others control how other programs filter images
+# number of words after each other option
+_WORDS = {**dict.fromkeys(("-blendu", "-blendv", "-clamp", "-cc", "-texres", "-boost", "-bm", "-imfchan"), 1), "-mm": 2}
+# options that are ignored: -bm is for bump maps, and the others control how other programs filter images
+_HARMLESS = {"-blendu", "-blendv", "-texres", "-bm", "-boost"}
 
 
 def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, PartMaterial] | None:
@@ -98,8 +84,8 @@ def _beside(name: str, folder: Path) -> Path | None:
 
 
 def _described(file: Path) -> dict[str, dict[str, tuple[int, str]]]:
-    """Parse .mtl text: for each material, a dict from a line's first word (in lower case) to the line's number and its
-    other words."""
+    """Parse an .mtl file: for each material, a dict from a line's first word (in lower case) to the line's number and
+    its other words."""
     found: dict[str, dict[str, tuple[int, str]]] = {}
     words: dict[str, tuple[int, str]] = {}
     text = utf8(file.read_bytes()).decode()
@@ -197,6 +183,7 @@ def _image_and_options(text: str, where: str) -> tuple[str, dict[str, list[str]]
 
 
 def _changes_nothing(options: dict[str, list[str]], option: str) -> bool:
+    """Whether the words of an option are those that the format assumes without the option."""
     usual = {"-mm": [0.0, 1.0], "-t": [0.0] * len(options[option])}
     if option in usual:
         return [_last_number(word) for word in options[option]] == usual[option]
@@ -204,7 +191,7 @@ def _changes_nothing(options: dict[str, list[str]], option: str) -> bool:
 
 
 def _pair(options: dict[str, list[str]], option: str, otherwise: float, where: str) -> tuple[float, float]:
-    """Parse the values for u and v; a missing value becomes the default."""
+    """Parse an option's numbers for u and v; a missing number becomes `otherwise`."""
     words = options.get(option, [])[:2]
     numbers = [float(word) for word in words]
     if not all(map(math.isfinite, numbers)):

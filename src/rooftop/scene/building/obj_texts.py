@@ -22,6 +22,7 @@ from rooftop.scene.building.polygons import are_concave, cut_polygon
 
 Points = npt.NDArray[np.float64]
 
+# sequences of bytes that only texts in other than the simple form contain
 _MARKS_OF_OTHERS = (b"\t", b"\\\n", b"\\\r", b"\nfo ")
 _LONE_RETURN, _INDENTED = re.compile(rb"\r(?!\n)"), re.compile(rb"\n +\S")
 _BACKWARD = re.compile(rb"\nf [^\n]*-\d")
@@ -63,9 +64,13 @@ def plain_obj(content: bytes, name: str) -> bytes:
 
 
 def brightest(content: bytes) -> float | None:
-    """The largest colour value of a file's vertices; None if no vertex has six numbers (position and colour)."""
+    """The largest colour value of a file's vertices; None if no vertex has six numbers (position and colour), or if a
+    vertex with six words has other words than numbers."""
     colors = _COLORED.findall(b"\n" + content)
-    return float(np.array(b" ".join(colors).split(), dtype=np.float64).max()) if colors else None
+    try:
+        return float(np.array(b" ".join(colors).split(), dtype=np.float64).max()) if colors else None
+    except ValueError:
+        return None
 
 
 def _is_plain(text: bytes) -> bool:

@@ -23,7 +23,7 @@ _HEADER = re.compile(r"(ST)?(C)?(N)?(4)?(n)?OFF\b[ \t]*(BINARY)?", re.IGNORECASE
 
 
 def read_off(path: Path) -> PlainMesh:
-    """Read a file. Colours of faces cause a warning, because only colours of vertices are read.
+    """Read an OFF file. Colours of faces cause a warning, because only colours of vertices are read.
 
     Raises:
         InputError: the file is damaged, or has another form than text in three dimensions.
@@ -42,8 +42,8 @@ def read_off(path: Path) -> PlainMesh:
         faces = lines[1 + vertex_count : 1 + vertex_count + face_count]
         counts = np.array([int(words[0]) for words in faces], np.int64)
         left = np.array([len(words) for words in faces], np.int64) - 1 - counts
-        if (left < 0).any():
-            raise ValueError("a face has fewer corners than it states")
+        if (left < 0).any() or (counts < 0).any():
+            raise ValueError("a face states a wrong number of corners")
         corners = np.array([word for words in faces for word in words[1 : 1 + int(words[0])]], np.int64)
         wrong = (corners < 0) | (corners >= vertex_count)
         if wrong.any():
@@ -67,5 +67,5 @@ def read_off(path: Path) -> PlainMesh:
 
 
 def _colors(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Colours from 0 to 1, or from 0 to 255."""
+    """Convert colours to uint8 if any value exceeds 1; otherwise they are from 0 to 1, and stay unchanged."""
     return np.rint(values.clip(0, 255)).astype(np.uint8) if values.max(initial=0) > 1 else values

@@ -22,7 +22,7 @@ def morton_codes(points: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def _cube(points: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float64], float]:
-    """The lowest corner of the cube around points, and its length."""
+    """The lowest corner and the edge length of the cube around points."""
     low = np.array([column.min() for column in points.T], np.float64)
     high = np.array([column.max() for column in points.T], np.float64)
     return low, float((high - low).max()) or 1.0

@@ -35,9 +35,8 @@ class Added:
 
     @classmethod
     def joined(cls, several: list[Added]) -> Added:
-        """Concatenate several objects. The objects' places are renumbered, so places of different objects stay
-        different.
-        """
+        """Concatenate the added vertices of several batches. Places are renumbered, so that places of different batches
+        stay different."""
         first = starts_of([int(each.places.max(initial=-1)) + 1 for each in several])
         return cls(
             np.concatenate([each.sources for each in several]),

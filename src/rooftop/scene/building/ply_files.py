@@ -85,7 +85,7 @@ class _Element:
 
 
 def read_ply(path: Path) -> PlainMesh:
-    """Read a file. Colours and textures that cannot be used cause a warning.
+    """Read a PLY file. Colours and textures that cannot be used cause a warning.
 
     Raises:
         InputError: the file is damaged.
@@ -101,7 +101,7 @@ def read_ply(path: Path) -> PlainMesh:
 
 
 def read_ply_points(path: Path) -> Array:
-    """Read only the positions of a file's vertices, (V, 3) float64, in the order of the file.
+    """Read only the positions of a PLY file's vertices, (V, 3) float64, in the order of the file.
 
     Raises:
         InputError: the file is damaged.
@@ -111,7 +111,7 @@ def read_ply_points(path: Path) -> Array:
 
 
 def _values(path: Path) -> tuple[Values, str | None]:
-    """The values of a file, and the texture that it names."""
+    """The values of a file, and the name of its texture, or None."""
     data = np.fromfile(path, np.uint8)
     order, elements, image, begin = _header(data[:MOST_HEADER_BYTES].tobytes(), path)
     is_text = not order
@@ -212,6 +212,7 @@ def _lengths(data: Array, begin: int, element: _Element) -> list[int]:
 
 
 def _packed(properties: list[_Property], lengths: list[int]) -> np.dtype[Any]:
+    """The dtype of a row of an element, if each property has this number of values in every row."""
     fields: list[tuple[Any, ...]] = []
     for k, (each, length) in enumerate(zip(properties, lengths, strict=True)):
         fields += [] if each.count is None else [(f"count {k}", each.count)]
@@ -221,8 +222,8 @@ def _packed(properties: list[_Property], lengths: list[int]) -> np.dtype[Any]:
 
 @loop(array("uint8"), INT, array("int64", 2), INT, output("int64", 2), output("int64", 2), result=INT)
 def _walk(data: Any, at: Any, sizes: Any, is_big: Any, starts: Any, counts: Any) -> Any:
-    """Find where the values of each property begin, and how many there are. Returns where the element ends, or -1 - row
-    if the file ends before the end of this row."""
+    """For each row of an element and each property, find where the values begin and how many there are. Return where
+    the element ends, or -1 - row if the file ends before the end of this row."""
     for row in range(starts.shape[0]):
         for k in range(sizes.shape[0]):
             number, size = 1, sizes[k, 0]
@@ -274,7 +275,7 @@ def _text(text: bytes, elements: list[_Element], path: Path) -> Values:
 
 @loop(array("float64"), INT, array("int64"), output("int64", 2), output("int64", 2), result=INT)
 def _walk_numbers(numbers: Any, at: Any, has_count: Any, starts: Any, counts: Any) -> Any:
-    """As `_walk`, for a text file whose numbers are already parsed."""
+    """Like `_walk`, but for the numbers of a text file. `has_count` says which properties are lists."""
     for row in range(starts.shape[0]):
         for k in range(len(has_count)):
             number = 1

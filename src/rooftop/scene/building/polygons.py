@@ -39,9 +39,8 @@ def cut_polygons(points: npt.NDArray[Any], counts: Ints, corners: Ints) -> Ints:
         each = starts[chosen, None] + np.arange(count)  # (P', count)
         places = np.asarray(points[corners[each]], np.float64)
         inward = _inward(places) if count > 3 else np.zeros(each.shape, bool)  # (P', count)
-        first = (
-            inward.argmax(1) if count == 4 else np.zeros(len(each), np.int64)
-        )  # a fan from an inward corner is right for a quad
+        # a fan from its inward corner covers a concave quadrilateral
+        first = inward.argmax(1) if count == 4 else np.zeros(len(each), np.int64)
         fan = np.arange(1, count - 1)
         fan = np.stack([np.zeros_like(fan), fan, fan + 1], 1)  # (count - 2, 3)
         found = (first[:, None, None] + fan) % count
@@ -103,5 +102,6 @@ def _area(a: Points, b: Points, c: Points) -> Points:
 
 
 def _inside(points: Points, a: Points, b: Points, c: Points) -> npt.NDArray[np.bool_]:
+    """Whether each point is in a triangle that turns to the left, or on its edge, but not at one of its corners."""
     found: npt.NDArray[np.bool_] = (_area(a, b, points) >= 0) & (_area(b, c, points) >= 0) & (_area(c, a, points) >= 0)
     return found & ~(points == a).all(-1) & ~(points == b).all(-1) & ~(points == c).all(-1)

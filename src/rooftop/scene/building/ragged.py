@@ -23,20 +23,20 @@ def starts_of(counts: npt.ArrayLike) -> Counts:
 
 
 def within(counts: npt.ArrayLike) -> Counts:
-    """The index of each element in its row."""
+    """For rows of these lengths, the index of each element in its row."""
     counts = np.asarray(counts, np.int64)
     starts = starts_of(counts)
     return np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
 
 
 def taken(starts: npt.ArrayLike, counts: npt.ArrayLike) -> Counts:
-    """The indices of the elements of rows that start at `starts`, row by row."""
+    """The indices of the elements of rows that start at `starts` and have `counts` elements, row by row."""
     counts = np.asarray(counts, np.int64)
     return np.repeat(np.asarray(starts, np.int64), counts) + within(counts)
 
 
 def gathered(items: npt.NDArray[np.uint32], starts: Counts, counts: Counts) -> npt.NDArray[np.uint32]:
-    """The items (N, 3) of rows that start at `starts`, row by row."""
+    """The items (N, 3) of rows that start at `starts` and have `counts` items, row by row."""
     found = np.empty((int(counts.sum()), 3), np.uint32)
     _gather(items, starts, counts, found)
     return found
@@ -52,7 +52,7 @@ def _gather(items, starts, counts, found):  # type: ignore[no-untyped-def]
 
 
 def rows_of(counts: npt.ArrayLike) -> Counts:
-    """The row of each element."""
+    """For rows of these lengths, the row of each element."""
     counts = np.asarray(counts, np.int64)
     return np.repeat(np.arange(len(counts)), counts)
 

@@ -87,21 +87,25 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
             placed.append((name, np.asarray(transform, np.float64), scene.geometry[name]))
     if not placed:
         raise InputError(f"{path} has no triangles; a mesh is needed, not points or curves")
-    number = {name: index for index, name in enumerate(dict.fromkeys(name for name, _, _ in placed))}
+    names, places, parts = zip(*placed, strict=True)
+    wrong = next((part.vertices.shape for part in parts if part.vertices.shape[1:] != (3,)), None)
+    if wrong is not None:
+        raise InputError(f"{path} has vertices of shape {wrong}: expected three numbers for each vertex")
+    number = {name: index for index, name in enumerate(dict.fromkeys(names))}
     if len(number) > MOST_MATERIALS:
         raise InputError(
             f"{path} has {len(number):,} parts, but a mesh has at most {MOST_MATERIALS:,} materials: join some parts"
         )
 
-    counts = [len(part.vertices) for _, _, part in placed]
+    counts = [len(part.vertices) for part in parts]
     first = np.cumsum([0, *counts])[:-1]
-    has_normals = all("vertex_normals" in part._cache for _, _, part in placed)
-    named = [looks.get(_material_name(part), PartMaterial()) for _, _, part in placed]
-    uv = [_uv(part, look) for (_, _, part), look in zip(placed, named, strict=True)]
+    has_normals = all("vertex_normals" in part._cache for part in parts)
+    named = [looks.get(_material_name(part), PartMaterial()) for part in parts]
+    uv = [_uv(part, look) for part, look in zip(parts, named, strict=True)]
     textured = [each is not None and look.material.texture is not None for each, look in zip(uv, named, strict=True)]
     has_uv = all(each is not None for each in uv) or any(textured)
     table: dict[int, Material] = {}
-    for (name, _, _), look, has_image in zip(placed, named, textured, strict=True):
+    for name, look, has_image in zip(names, named, textured, strict=True):
         material = look.material
         if material.texture is not None and not has_image:
             warnings.warn(
@@ -117,10 +121,10 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
             f"{path}: {see_through[0]}{more}: transparency is not supported, so it is drawn opaque", stacklevel=2
         )
     try:
-        colors = [_colors(part) for _, _, part in placed]
+        colors = [_colors(part) for part in parts]
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    if any(part.visual.kind == "face" for _, _, part in placed):
+    if any(part.visual.kind == "face" for part in parts):
         warnings.warn(f"{path}: its face colours are ignored; only vertex colours are read", stacklevel=2)
     if path.suffix.lower() == ".obj" and (most := brightest(path.read_bytes())) is not None:
         if all(each is None for each in colors):
@@ -138,20 +142,21 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
         warnings.warn(
             f"{path}: alpha of vertex colours is ignored, because transparency is not supported", stacklevel=2
         )
-    white = [np.full((count, 3), 255, np.uint8) for count in counts]
-    colored = any(each is not None for each in colors)
+    has_colors, white = any(each is not None for each in colors), np.full((max(counts), 3), 255, np.uint8)
     return MeshFile(
-        vertices=np.concatenate([part.vertices @ at[:3, :3].T + at[:3, 3] for _, at, part in placed]),
-        faces=np.concatenate([_faces(at, part) + start for start, (_, at, part) in zip(first, placed, strict=True)]),
-        normals=np.concatenate([_normals(at, part) for _, at, part in placed]) if has_normals else None,
+        vertices=np.concatenate(
+            [part.vertices @ at[:3, :3].T + at[:3, 3] for at, part in zip(places, parts, strict=True)]
+        ),
+        faces=np.concatenate([_faces(*each) + start for start, *each in zip(first, places, parts, strict=True)]),
+        normals=np.concatenate([_normals(*each) for each in zip(places, parts, strict=True)]) if has_normals else None,
         uv=np.concatenate([np.zeros((n, 2)) if of is None else of for n, of in zip(counts, uv, strict=True)])
         if has_uv
         else None,
-        colors=np.concatenate([a[:, :3] if a is not None else b for a, b in zip(colors, white, strict=True)])
-        if colored
+        colors=np.concatenate([white[:n] if of is None else of[:, :3] for n, of in zip(counts, colors, strict=True)])
+        if has_colors
         else None,
-        materials=np.repeat([number[name] for name, _, _ in placed], [len(part.faces) for _, _, part in placed]),
-        parts=len(placed),
+        materials=np.repeat([number[name] for name in names], [len(part.faces) for part in parts]),
+        parts=len(parts),
         table=None if all(each.is_plain for each in table.values()) else tuple(table[k] for k in sorted(table)),
         linear_colors=path.suffix.lower() in (".glb", ".gltf"),
     )

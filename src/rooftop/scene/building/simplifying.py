@@ -224,6 +224,7 @@ def _attributes(mesh: Mesh, used: Ints, points: Floats, starts: Ints, counts: In
 
 
 def _together(columns: list[npt.NDArray[Any]]) -> Floats:
+    """Concatenate columns to a float32 array in C order, for meshoptimizer."""
     return np.ascontiguousarray(np.concatenate(columns, axis=1), np.float32)
 
 

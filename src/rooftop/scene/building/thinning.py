@@ -109,7 +109,7 @@ class LooseParts:
 
     @cached_property
     def _own(self) -> tuple[Ints, Corners]:
-        """The group's triangles that belong to loose parts, and the part of each triangle."""
+        """`_of` all triangles of the group."""
         return self._of(self._corners)
 
     @cached_property
@@ -122,15 +122,14 @@ class LooseParts:
         """Number of samples along the side of a picture of the group, chosen so that about HITS samples hit its
         triangles."""
         grid = self._vertices.grid[self._corners].astype(np.float64)
-        edges = (
-            np.square(grid - np.roll(grid, 1, 1)).sum(2).max(1)
-        )  # computed from edges, because the box around a needle may be as wide as the needle is long
+        # computed from edges, because the box around a needle may be as wide as the needle is long
+        edges = np.square(grid - np.roll(grid, 1, 1)).sum(2).max(1)
         size = float(((grid.max((0, 1)) - grid.min((0, 1))) ** 2).sum())
         return int(np.clip(math.sqrt(HITS * size / max(float(edges.sum()) / 4, LEAST)), *SIDES))
 
     @cached_property
     def _covered(self) -> int:
-        """Number of samples that the group covers."""
+        """Number of samples that the group's triangles cover in pictures of the group."""
         grid = self._vertices.grid[self._corners]
         return _covered(grid, grid.min((0, 1)), grid.max((0, 1)), self._side)
 
@@ -179,7 +178,8 @@ class LooseParts:
         return Pairs(kept, gone, float(errors.max(initial=0.0)))
 
     def missing(self, left: Corners) -> float:
-        """The area of the loose parts of which no triangle is in `left`, as a share of the area of all loose parts."""
+        """The total area of the loose parts that have no triangle in `left`, as a share of the area of all loose
+        parts."""
         areas = self._shapes.areas
         there = np.zeros(len(self), bool)
         there[self._of(left)[0]] = True
@@ -280,7 +280,8 @@ class LooseParts:
         return np.where(self.ids[at] == ids, at, -1)
 
     def _of(self, corners: Corners) -> tuple[Ints, Corners]:
-        """The triangles that belong to loose parts, and the part of each triangle."""
+        """Select the triangles that belong to loose parts: return the part of each of these triangles, and the
+        triangles."""
         numbers = self._numbers(corners)
         return numbers[numbers >= 0], corners[numbers >= 0]
 
@@ -343,6 +344,7 @@ class _Shapes:
 
 
 def _most(values: Floats, numbers: Ints, count: int) -> Floats:
+    """The largest value of each of `count` parts, at least 0; `numbers` is the part of each value."""
     found = np.zeros(count)
     np.maximum.at(found, numbers, values)
     return found
@@ -439,7 +441,7 @@ def _covered_along(triangles: Floats, side: int) -> int:
     left, right = np.ones(len(of), bool), np.ones(len(of), bool)
     for corner in range(3):
         (ax, ay), (bx, by) = triangles[:, corner].T, triangles[:, (corner + 1) % 3].T
-        # the side of each edge on which the sample lies
+        # its sign says on which side of the edge the sample lies
         turn = (ay - by)[of] * x + (bx - ax)[of] * y + (ax * by - ay * bx)[of]
         left &= turn >= 0
         right &= turn <= 0

@@ -64,13 +64,13 @@ class Workers:
         """`count` workers, or one per CPU of this process.
 
         Raises:
-            ValueError: `count` is below one.
+            ValueError: `count` is not an integer, or is below 1.
         """
         if count is None:
             return cls(cpus())
-        if count < 1:
+        if not isinstance(count, int | np.integer) or count < 1:
             raise ValueError(f"workers={count}: expected 1 or more, or None for one on each CPU ({cpus()} here)")
-        return cls(count)
+        return cls(int(count))
 
     def run(
         self, work: Callable[[T], R], items: Sequence[T], what: str = "working",
@@ -300,10 +300,10 @@ class _Processes:
         """
         run = _run(items)
         tokens = [*range(0, len(items), run), *[NO_MORE] * self.count]
-        _write(self.tokens[1], b"".join(map(TOKEN.pack, tokens)))
+        write_all(self.tokens[1], b"".join(map(TOKEN.pack, tokens)))
         for worker in self.workers.values():
             with contextlib.suppress(BrokenPipeError):  # the process has died; the loop below detects that
-                _write(worker.commands, COMMAND.pack(call, stage, *self.mail.place))
+                write_all(worker.commands, COMMAND.pack(call, stage, *self.mail.place))
         working = set(self.workers)
         while working:
             for results in wait(list(working)):
@@ -427,8 +427,8 @@ class _Mail:
         ends = np.cumsum([0, *(-(-view.nbytes // ALIGNMENT) * ALIGNMENT for view in views)]).tolist()
         described = pickle.dumps((body, [(at, view.nbytes) for at, view in zip(ends, views, strict=False)]))
         for at, view in zip(ends, views, strict=False):
-            _write(self._file, view, at)
-        _write(self._file, described, ends[-1])
+            write_all(self._file, view, at)
+        write_all(self._file, described, ends[-1])
         self.place = (self.place[0] + 1, ends[-1], len(described))
 
     def content(self, place: Sequence[int]) -> Any:
@@ -460,9 +460,9 @@ def _send(results: int, kind: int, number: int, value: Any) -> None:
     body = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
     views = [array.raw() for array in arrays]
     described = pickle.dumps((kind, number, body, [view.nbytes for view in views]))
-    _write(results, LENGTH.pack(len(described)) + described)
+    write_all(results, LENGTH.pack(len(described)) + described)
     for view in views:
-        _write(results, view)
+        write_all(results, view)
 
 
 def _received(results: int) -> tuple[int, int, Any]:
@@ -477,7 +477,11 @@ def _received(results: int) -> tuple[int, int, Any]:
 
 
 def _read(file: int, size: int) -> memoryview:
-    """Read that many bytes from a pipe."""
+    """Read `size` bytes from a pipe.
+
+    Raises:
+        EOFError: the pipe ends before.
+    """
     found = np.empty(size, np.uint8).data  # an array instead of bytes, because it need not be filled with zeros first
     left = found
     while left:
@@ -488,7 +492,7 @@ def _read(file: int, size: int) -> memoryview:
     return found
 
 
-def _write(file: int, data: bytes | memoryview, at: int | None = None) -> None:
+def write_all(file: int, data: bytes | bytearray | memoryview, at: int | None = None) -> None:
     """Write all data, to a pipe, or to a file from byte `at` on."""
     left = memoryview(data)
     while left:

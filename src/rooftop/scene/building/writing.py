@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +21,10 @@ from rooftop.scene.building.levels import Hierarchy
 from rooftop.scene.building.orders import morton_codes
 from rooftop.scene.building.ragged import starts_of, taken
 from rooftop.scene.building.trees import set_box, tree
-from rooftop.scene.building.workers import ALONE, Team, chunks
+from rooftop.scene.building.workers import ALONE, Team, chunks, write_all
 from rooftop.scene.dependencies import PageNeeds
 from rooftop.scene.heads import head_words, packed
+from rooftop.whole_files import whole_file
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
@@ -52,14 +52,11 @@ def write(
         more: additional sections.
         team: workers that know `write_pages`; by default the calling process writes all pages.
     """
-    order, group_counts, pages = _page_plan(hierarchy, meta["has_normals"], meta["has_uv"])
-    rank = np.empty(len(order.groups), np.int64)
-    rank[order.groups] = np.arange(len(order.groups))
-
+    has = (meta["has_normals"], meta["has_uv"])
+    order, group_counts, pages = _page_plan(hierarchy, *has)
     sources = hierarchy.heads.view(np.int32)[:, layouts.CLUSTER_SOURCE]
     replaces = sources >= 0
-    sources[replaces] = rank[sources[replaces]]
-    has = (meta["has_normals"], meta["has_uv"])
+    sources[replaces] = order.ranks[sources[replaces]]
     page_of_group = np.repeat(np.arange(len(pages)), [b - a for a, b in pages])
 
     first_page = layouts.HEADER_BYTES + (5 + len(more)) * layouts.SECTION_BYTES
@@ -67,7 +64,7 @@ def write(
     pages_end = file.seek(0, os.SEEK_END)
 
     needs = PageNeeds.between(
-        len(pages), page_of_group[sources[replaces]], page_of_group[rank[hierarchy.groups[replaces]]]
+        len(pages), page_of_group[sources[replaces]], page_of_group[order.ranks[hierarchy.groups[replaces]]]
     )
     nodes, depth = _nodes(hierarchy, order, group_counts, page_of_group, pages, step)
     meta |= {"depth": depth, "pages": len(pages), "nodes": len(nodes)}
@@ -91,7 +88,14 @@ def write(
 
 class _Order:
     """The order of groups and clusters in the file: groups from the coarsest level to the finest, along Morton's curve
-    within a level; clusters group by group."""
+    within a level; clusters group by group.
+
+    Attributes:
+        levels: (G,) the coarsest level among each group's clusters.
+        groups: (G,) the groups in this order.
+        ranks: (G,) the index of each group in `groups`.
+        clusters: (C,) the clusters in this order.
+    """
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         count = len(hierarchy.errors)
@@ -99,9 +103,9 @@ class _Order:
         np.maximum.at(self.levels, hierarchy.groups, hierarchy.levels)
         codes = morton_codes(hierarchy.spheres[:, :3])
         self.groups = np.lexsort([codes, -self.levels])
-        rank = np.empty(count, np.int64)
-        rank[self.groups] = np.arange(count)
-        self.clusters = np.argsort(rank[hierarchy.groups], kind="stable")
+        self.ranks = np.empty(count, np.int64)
+        self.ranks[self.groups] = np.arange(count)
+        self.clusters = np.argsort(self.ranks[hierarchy.groups], kind="stable")
 
 
 def _page_plan(hierarchy: Hierarchy, normals: bool, uv: bool) -> tuple[_Order, Ints, list[tuple[int, int]]]:
@@ -208,16 +212,8 @@ def write_pages(plan: _Pages, run: slice) -> list[int]:
         sums.append(zlib.crc32(data))
         made += data + bytes(-len(data) % ALIGNMENT)
     with open(plan.path, "r+b", buffering=0) as file:
-        _write_at(file.fileno(), made, int(plan.places[run.start]))
+        write_all(file.fileno(), made, int(plan.places[run.start]))
     return sums
-
-
-def _write_at(file: int, data: bytes | bytearray, at: int) -> None:
-    """Write all data at byte `at` of a file."""
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(file, left, at)
-        left, at = left[written:], at + written
 
 
 def _page(
@@ -250,6 +246,7 @@ def _page(
 def _nodes(
     hierarchy: Hierarchy, order: _Order, counts: Ints, page_of_group: Ints, pages: list[tuple[int, int]], step: float
 ) -> tuple[Words, int]:
+    """Build the tree over the groups: return its nodes, and the number of nodes on the longest path."""
     starts = starts_of(counts)[:-1]
     heads = hierarchy.heads[order.clusters]
     base = heads.view(np.int32)[:, layouts.CLUSTER_BASE : layouts.CLUSTER_BASE + 3].astype(np.float64)
@@ -274,13 +271,13 @@ def checked_target(path: str | Path) -> Path:
         InputError: the path is a folder, a device or a pipe, or the folder is not writable.
     """
     target = Path(path)
+    target = target.resolve() if target.is_symlink() else target
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into: create it")
     if target.is_dir():
         raise InputError(f"{target} is a folder: expected the name of a file, such as {target / 'mesh.rtg'}")
     if target.exists() and not target.is_file():
         raise InputError(f"{target} is a device or a pipe: expected the name of a file, because readers map the file")
-    target = target.resolve() if target.is_symlink() else target
     if not os.access(target.parent, os.W_OK):
         raise InputError(f"{target} cannot be written, because its folder is not writable: give another folder")
     return target
@@ -288,18 +285,8 @@ def checked_target(path: str | Path) -> Path:
 
 @contextmanager
 def renamed_when_done(path: Path) -> Iterator[BinaryIO]:
-    """Create a file that gets its name only when it is complete. After an exception, no file is left."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    try:
-        with open(name, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    """Create a file that gets its name only when it is complete and on disk. After an exception, no file is left."""
+    with whole_file(path) as temporary, temporary.open("w+b") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())

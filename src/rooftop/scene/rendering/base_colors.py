@@ -1,8 +1,8 @@
 """Before stage 5: compute the base colour of each pixel, if "base_color" is requested, or "color" in a scene with
 materials.
 
-This is a separate kernel, so that scenes without materials do not pay for texture filtering. Compiled for sm_90,
-this kernel needs 32 bytes of stack, while the base pass needs none.
+Texture filtering is in this separate kernel because, compiled for sm_90, it needs 32 bytes of stack. The base pass,
+which also draws scenes without materials, needs none.
 """
 
 import warp as wp

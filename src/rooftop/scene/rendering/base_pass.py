@@ -18,7 +18,7 @@ from rooftop.scene.rendering.buffers import (
     Targets,
     Views,
 )
-from rooftop.scene.rendering.clusters import material_of, normal_of, uv_of, vertex_color_of
+from rooftop.scene.rendering.clusters import material_of, normal_of, uv_of
 from rooftop.scene.rendering.emit_depth_targets import (
     Hit,
     emit_background,
@@ -27,8 +27,10 @@ from rooftop.scene.rendering.emit_depth_targets import (
     emit_velocity,
     hit_of,
     longest_side,
+    point_on,
     ray,
     shortened,
+    vertex_color_at,
 )
 from rooftop.scene.rendering.lighting import point_of, strength, toward_light
 from rooftop.scene.rendering.projections import pixel_at, place_at
@@ -92,11 +94,7 @@ def own_color(resident: Resident, hit: Hit):
     """The interpolated vertex colour, or, on meshes without vertex colours, the palette's colour of the material."""
     if hit.cluster.color_bits == 0:
         return palette(material_of(resident, hit.cluster, hit.triangle))
-    return (
-        hit.parts[0] * vertex_color_of(resident, hit.cluster, hit.corners[0])
-        + hit.parts[1] * vertex_color_of(resident, hit.cluster, hit.corners[1])
-        + hit.parts[2] * vertex_color_of(resident, hit.cluster, hit.corners[2])
-    )
+    return vertex_color_at(resident, hit)
 
 
 @wp.func
@@ -117,7 +115,7 @@ def toward_camera(views: Views, place: wp.vec3i):
 def light_on(resident: Resident, lights: Lights, targets: Targets, texel: wp.int32, hit: Hit, n: wp.vec3):
     """Sum all lights, with their shadows, on a pixel's surface."""
     total = wp.vec3()
-    point = point_of(resident, hit.instance, hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c)
+    point = point_of(resident, hit.instance, point_on(hit))
     for light in range(lights.kind.shape[0]):
         toward = toward_light(lights, light, point)
         share = wp.max(wp.dot(n, toward), 0.0) * targets.shadow[texel, light]

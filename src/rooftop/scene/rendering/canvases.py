@@ -109,7 +109,7 @@ class Canvas:
 
 @lru_cache(maxsize=32)
 def canvas_of(sizes: tuple[tuple[int, int], ...], cameras: int) -> Canvas:
-    """Return a cached canvas, so that its tables are computed only once."""
+    """Return the canvas of these views from a cache, so that its tables are computed only once."""
     return Canvas(sizes, cameras)
 
 

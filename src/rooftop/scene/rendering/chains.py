@@ -59,7 +59,8 @@ class Chains:
 
     def of(self, canvas: Canvas, places: int, fragments: bool = False) -> Chain:
         """The chain for these pictures, created if it is not cached. Chains with the same camera sizes share the depths
-        of the previous frame.
+        of the previous frame. If the camera sizes or the capacity differ from the last call, all cached chains are
+        dropped.
 
         Args:
             canvas: the pictures.
@@ -99,7 +100,7 @@ class Chains:
         self._settled = self._depths
 
     def forget_graphs(self) -> None:
-        """Drop captured graphs and packed launches; to be called when the scene's tensors have new addresses."""
+        """Drop captured graphs and packed launches. Call this when the scene's tensors have new addresses."""
         for chain in self._chains.values():
             chain.memory.graphs.clear()
             chain.memory.launches.clear()

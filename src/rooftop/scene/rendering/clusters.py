@@ -298,7 +298,7 @@ def mask_bit(words: wp.array(dtype=wp.int32), mask: wp.int64, triangle: wp.int32
 
 @wp.func
 def reference(resident: Resident, cluster: Cluster, number: wp.int32):
-    """Read a value of the stream of references."""
+    """Read reference `number` from a cluster's stream of references."""
     width = cluster.reference_bits
     return bits(resident.words, cluster.references, number * width, width)
 

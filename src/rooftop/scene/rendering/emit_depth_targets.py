@@ -26,6 +26,7 @@ from rooftop.scene.rendering.clusters import (
     level_of,
     material_of,
     position_of,
+    vertex_color_of,
     word_at,
 )
 from rooftop.scene.rendering.instance_cull import pair_of, what_of
@@ -129,8 +130,8 @@ def rank_of(pixel: wp.int64):
 
 @wp.func
 def covering(pixel: wp.int64, recorded: Recorded):
-    """Find the triangle at a covered pixel, without the point on it. `recorded` is the record of the triangle's
-    cluster."""
+    """Find the triangle at a covered pixel, without its corners and the point on it. `recorded` is the record of the
+    triangle's cluster."""
     hit = Hit()
     hit.triangle = wp.int32(pixel) & (TRIANGLES - 1)
     hit.rank = rank_of(pixel)
@@ -143,7 +144,8 @@ def covering(pixel: wp.int64, recorded: Recorded):
 
 @wp.func
 def hit_of(resident: Resident, views: Views, frame: Frame, pixel: wp.int64, place: wp.vec3i):
-    """Find the triangle at a covered pixel (view, row, column), and the point on the triangle."""
+    """Find the triangle at a covered pixel, and the point on the triangle. `pixel` is the pixel's value in the
+    visibility buffer, and `place` its view, row and column."""
     recorded = read_record(resident, frame.records, rank_of(pixel))
     hit = covering(pixel, recorded)
     hit.corners = corners_of(resident, recorded, hit.triangle)
@@ -159,6 +161,22 @@ def hit_of(resident: Resident, views: Views, frame: Frame, pixel: wp.int64, plac
 
 
 @wp.func
+def point_on(hit: Hit):
+    """The point of the triangle at the pixel, in the mesh's units, relative to the mesh's origin."""
+    return hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c
+
+
+@wp.func
+def vertex_color_at(resident: Resident, hit: Hit):
+    """The interpolated vertex colour at the pixel, 0 to 1; only for meshes with colours."""
+    return (
+        hit.parts[0] * vertex_color_of(resident, hit.cluster, hit.corners[0])
+        + hit.parts[1] * vertex_color_of(resident, hit.cluster, hit.corners[1])
+        + hit.parts[2] * vertex_color_of(resident, hit.cluster, hit.corners[2])
+    )
+
+
+@wp.func
 def emit_velocity(
     views: Views,
     views_before: Views,
@@ -169,7 +187,7 @@ def emit_velocity(
     hit: Hit,
 ):
     """Write the motion of the hit point from the previous frame's picture to this one."""
-    point = hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c
+    point = point_on(hit)
     now = on_screen(views, view, transformed(frame.to_view, hit.pair, point))
     was = transformed(frame.before, hit.pair, point)
     then = on_screen(views_before, view, was)

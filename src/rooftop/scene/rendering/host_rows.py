@@ -1,12 +1,17 @@
-"""Rows in host memory that kernels read. If there are few rows, a copy to the device would take the host more time."""
+"""Host memory that the device uses: rows that kernels read, and a copy of a tensor.
+
+If there are few rows, a copy to the device would take the host more time.
+"""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 import warp as wp
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -48,6 +53,34 @@ class HostRows:
         """Record that kernels that read the rows were launched on the current stream."""
         if self._read is not None:
             self._read.record(torch.cuda.current_stream(self._device))
+
+
+class HostCopy:
+    """A copy of a tensor on the host, always in the same memory.
+
+    Args:
+        count: number of the tensor's elements, of int32.
+        device: device of the tensor.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._here = torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+
+    def send(self, tensor: Tensor) -> None:
+        """Start to copy the tensor, after the work queued so far."""
+        self._here.copy_(tensor, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> NDArray[np.int32]:
+        """Return the values that were sent last; the next call of `send` overwrites them. This method waits only for
+        the copy, not for work queued later."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values: NDArray[np.int32] = self._here.numpy()
+        return values
 
 
 _kept: dict[tuple[Any, ...], list[tuple[Tensor, torch.cuda.Event | None]]] = {}

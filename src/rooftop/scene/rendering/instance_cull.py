@@ -56,7 +56,8 @@ def what_of(item: wp.int64):
 
 @wp.func
 def hidden_before(views_before: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether a box of the mesh, in its previous position, was behind surfaces of the previous frame."""
+    """Whether a box of the mesh, in its previous position, was behind surfaces of the previous frame. False in a shadow
+    map, which has no previous frame."""
     if pair // frame.instances >= frame.cameras:
         return False
     at = transformed(frame.before, pair, center)

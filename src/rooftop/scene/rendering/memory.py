@@ -29,7 +29,9 @@ ROOM = {
     "pieces": 1 << 12,
     "tiles": 1 << 14,
 }
+# number of threads that process an entry of a list; it limits the list's length, since a launch has MOST_THREADS
 THREADS_OF_AN_ENTRY = {"nodes": 8, "groups": 32, "visible": 128, "pieces": 64, "tiles": 32}
+# For each list, the indices of its counters among all counters of a frame. The capacity must suffice for each counter.
 COUNTERS_OF = {
     "groups": (buffers.GROUPS, buffers.PASS + buffers.GROUPS),
     "visible": (buffers.VISIBLE, buffers.PASS + buffers.VISIBLE),
@@ -172,27 +174,3 @@ class FrameMemory:
             if needed > room[name]:
                 room[name] = min(1 << (2 * needed - 1).bit_length(), most)
         return room
-
-
-class Counters:
-    """Copies the counters of a frame from `device` to the host, always to the same memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._here = torch.empty(2 * int(buffers.PASS), dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self._arrived = torch.cuda.Event() if on_gpu else None
-
-    def send(self, counters: Tensor) -> None:
-        """Start a copy of the counters, after the work queued so far."""
-        self._here.copy_(counters, non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record(torch.cuda.current_stream(counters.device))
-
-    def read(self) -> list[int]:
-        """Return the counters that were sent last. This method waits only for the copy of the counters, not for work
-        queued later.
-        """
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        counters: list[int] = self._here.tolist()
-        return counters

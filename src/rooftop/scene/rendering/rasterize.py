@@ -181,6 +181,13 @@ def draw_small(
                 put(frame, row + x, nearness(views, view, depth), low)
 
 
+@wp.func
+def append_large(frame: Frame, second: wp.int32, at: wp.int32, number: wp.int32):
+    """Append triangle `number` of the visible cluster `at` to the list of large triangles."""
+    item = (wp.int64(at) << TRIANGLE_SHIFT) | wp.int64(number)
+    append(frame.large, frame.counters, second * PASS + LARGE, item)
+
+
 @wp.kernel
 def rasterize(resident: Resident, views: Views, frame: Frame, second: wp.int32, one_sided: wp.int32, stride: wp.int32):
     """Draw the visible clusters of a pass, with a thread for each triangle."""
@@ -202,12 +209,7 @@ def rasterize(resident: Resident, views: Views, frame: Frame, second: wp.int32, 
             before = wp.min(triangle.a[2], wp.min(triangle.b[2], triangle.c[2])) < near
             if before or farthest >= GUARD:
                 if wp.max(triangle.a[2], wp.max(triangle.b[2], triangle.c[2])) >= near:
-                    append(
-                        frame.large,
-                        frame.counters,
-                        second * PASS + LARGE,
-                        (wp.int64(at) << TRIANGLE_SHIFT) | wp.int64(number),
-                    )
+                    append_large(frame, second, at, number)
             else:
                 a = wp.vec2i(fixed(p[0]), fixed(p[1]))
                 b = wp.vec2i(fixed(q[0]), fixed(q[1]))
@@ -237,12 +239,7 @@ def rasterize(resident: Resident, views: Views, frame: Frame, second: wp.int32, 
                             else:
                                 draw_small(views, frame, view, a, c, b, depth_a, depth_c, depth_b, payload, box)
                     else:
-                        append(
-                            frame.large,
-                            frame.counters,
-                            second * PASS + LARGE,
-                            (wp.int64(at) << TRIANGLE_SHIFT) | wp.int64(number),
-                        )
+                        append_large(frame, second, at, number)
 
 
 # ---- large triangles -------------------------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ import torch
 import warp as wp
 from torch import Tensor
 
-from rooftop.scene.arguments import MOST, real_numbers, short
+from rooftop.scene.arguments import MOST, number_in, real_numbers, short
 from rooftop.scene.cameras import Camera, checked_cameras, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer, StreamingStats
 from rooftop.scene.rendering import buffers, cuda_sources
 from rooftop.scene.rendering.canvases import MOST_THREADS, Canvas, canvas_of
 from rooftop.scene.rendering.chains import Chain, Chains
-from rooftop.scene.rendering.memory import Counters, FrameMemory
+from rooftop.scene.rendering.host_rows import HostCopy
+from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.placing import Placed
 from rooftop.scene.rendering.shadow_maps import Drawing, ShadowMaps
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
@@ -51,7 +52,8 @@ class Renderer:
             By default all pages are loaded before the first frame, and stay in memory.
 
     Attributes:
-        pixel_error, light: as given; the caller may set them between frames.
+        pixel_error: as given; the caller may set it between frames.
+        light: `light` with length 1; the caller may set it between frames, to a direction of any length.
         kernels: the kernels in use, "warp" or "cuda".
         pool: the pool of pages on the device; None without `pool_bytes`.
 
@@ -109,7 +111,7 @@ class Renderer:
         self._shadows = ShadowMaps(self.device)
         self._placed = Placed(self.device)
         self._resident: Uploaded | None = None  # the tensors whose addresses captured graphs contain
-        self._counters = Counters(self.device)
+        self._counters = HostCopy(2 * int(buffers.PASS), self.device)
         # State of the previous frame:
         self._cameras: tuple[Camera, ...] = ()
         self._has_depths = False
@@ -247,7 +249,7 @@ class Renderer:
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
                 pool.refuse(answer.refused)
-            counters = answer.counters if answer is not None else self._counters.read()
+            counters = answer.counters if answer is not None else self._counters.read().tolist()
             room = chain.memory.wanted_room(counters)
             if room != chain.memory.room:
                 self._chains.widen(chain, room)
@@ -462,13 +464,7 @@ def _checked_error(pixel_error: Any) -> float:
     Raises:
         ValueError: the value is not a number, or is negative or too large.
     """
-    try:
-        number = float(pixel_error)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        number = -1.0
-    if isinstance(pixel_error, bool | str) or not 0 <= number <= MOST:
-        raise ValueError(f"pixel_error={short(pixel_error)}: expected a number of pixels, 0 or more")
-    return number
+    return number_in("pixel_error", pixel_error, 0.0, MOST, "a number of pixels")
 
 
 def _checked_light(light: Any) -> tuple[float, ...]:
@@ -515,6 +511,8 @@ def _device(device: str | torch.device | None) -> torch.device:
         raise ValueError(
             f"device={device!r}: PyTorch sees no GPU here; device='cpu' draws the same pictures, more slowly"
         )
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={device!r}: expected cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return chosen if chosen.type == "cuda" else torch.device("cpu")

@@ -28,7 +28,7 @@ from rooftop.scene.rendering.uploads import Meshes, Uploaded, lens_of, uploaded
 # Limit for a batch of several shadow maps. It applies to the number of texels, and to the number of views times the
 # number of instances, since both take memory.
 MOST_AT_ONCE = 2**26
-MOST_KEPT = 16
+MOST_KEPT = 16  # maximum number of cached argument lists of `ShadowMaps.keep`
 ALIGNED = 16  # bytes
 
 
@@ -251,7 +251,7 @@ class _Casters:
         return centers[there], radii[there]
 
     def _spheres(self, meshes: Meshes, instances: Instances, rows: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Bounding spheres; removed instances get a radius below 0."""
+        """Spheres around instances in the world, as centres and radii; removed instances get a radius below 0."""
         mesh_of, transforms = instances.mesh_of[rows], instances.transforms[rows]
         center = self._boxes[mesh_of, :3] + meshes.origins[mesh_of]
         center = np.einsum("nij,nj->ni", transforms[:, :3, :3], center) + transforms[:, :3, 3]
@@ -260,7 +260,7 @@ class _Casters:
 
 
 def _sees(view: Camera, centers: Floats, radii: Floats) -> bool:
-    """Whether a map may show any of these spheres."""
+    """Whether any of these spheres may cast a shadow into the map of a view."""
     if not len(centers):
         return False
     at = centers @ view.world_to_camera[:3, :3].T + view.world_to_camera[:3, 3]

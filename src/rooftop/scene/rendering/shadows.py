@@ -26,7 +26,7 @@ from rooftop.scene.rendering.buffers import (
     Targets,
     Views,
 )
-from rooftop.scene.rendering.emit_depth_targets import hit_of
+from rooftop.scene.rendering.emit_depth_targets import hit_of, point_on
 from rooftop.scene.rendering.lighting import point_of, toward_light
 from rooftop.scene.rendering.projections import pixel_at, place_at
 
@@ -184,7 +184,7 @@ def shadows(
             hit = hit_of(resident, views, frame, pixel, place)
             near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
             depth = views.lens[view, LENS_NEAR] / near
-            point = point_of(resident, hit.instance, hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c)
+            point = point_of(resident, hit.instance, point_on(hit))
             toward = toward_camera(views, place)
             normal = to_world(resident, hit.instance, upright(hit.a, hit.b, hit.c))
             if wp.dot(normal, normal) == 0.0:

@@ -51,6 +51,7 @@ class Clock:
 
     @contextmanager
     def of(self, stage: str) -> Iterator[None]:
+        """Time the launches of the `with` block as part of a stage."""
         if not self.runs:
             yield
             return
@@ -66,6 +67,7 @@ class Clock:
         return event
 
     def stage_ms(self) -> dict[str, float]:
+        """The milliseconds of each stage. On a GPU, this waits for all queued work if stages were timed."""
         if self.device.type == "cuda" and self.events:
             torch.cuda.synchronize(self.device)
         total: dict[str, float] = {}
@@ -81,8 +83,11 @@ class Stages:
 
     Attributes:
         resident, now, then: the scene, the views, and the views of the previous frame.
+        memory, clock: the memory of the frame, and the clock that times its stages.
         depth: depth of the deepest tree.
         threads: number of threads of a launch. Each thread processes every `threads`-th item of a list.
+        occlusion: whether hidden geometry is skipped, and the depths are kept for the next frame.
+        one_sided: as in `Renderer`.
         cuda_cpp: whether steps that have a faster CUDA C++ kernel use that kernel: the traversal of the trees from one
             queue (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`),
             hierarchical z (`reduce_tiles`) and the base pass of plain scenes (`base_pixels`).
@@ -166,8 +171,8 @@ class Stages:
         self._cull(asked, 0)
 
     def draw_captured(self, history: bool) -> None:
-        """Like `draw`, but from the second call on, replay a CUDA graph, because launching about fifty kernels takes
-        longer than running them."""
+        """Like `draw`. On a GPU, from the second call with the same settings on, replay a CUDA graph, because launching
+        about fifty kernels takes longer than running them."""
         key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error), self.clock.runs)
         self._run(key, lambda: self.draw(history))
 
@@ -217,8 +222,14 @@ class Stages:
     ) -> None:
         """Compute the named outputs from the visibility buffer.
 
-        `lights` is `buffers.Lights`; its shadow maps must have been drawn. `surfaces` is `texturing.Surfaces`, which
-        may be empty if no output has colours.
+        Args:
+            targets, pictures: `buffers.Targets`, and the tensors that it refers to, by name.
+            light: unit vector towards the default light.
+            lights: `buffers.Lights`; its shadow maps must have been drawn.
+            surfaces: `texturing.Surfaces`, which may be empty if no output has colours.
+            outputs: names of the outputs.
+            plain: whether the scene has neither lights nor materials.
+            attributes: whether any mesh has vertex attributes.
         """
         shared = (*self._inputs, self.memory.frame, targets)
         base = not OF_BASE_PASS.isdisjoint(outputs)
@@ -226,14 +237,13 @@ class Stages:
         if not base and not OF_DEPTH_TARGETS.isdisjoint(outputs):
             with self.clock.of("emit_depth_targets"):
                 self._launch(emit_depth_targets.emit_depth_targets, *shared, texels, threads=threads)
+        of_pixels = (*self._inputs[:2], self.memory.frame, targets)
         if "shadow" in outputs:
             with self.clock.of("shadows"):
-                of_pixels = (self.resident.values, self.now.values, self.memory.frame, targets, lights)
-                self._launch(shadows.shadows, *of_pixels, texels, threads=threads)
+                self._launch(shadows.shadows, *of_pixels, lights, texels, threads=threads)
         if "base_color" in outputs:
             with self.clock.of("base_colors"):
-                of_pixels = (*shared[:2], self.memory.frame, targets, surfaces)
-                self._launch(base_colors.base_colors, *of_pixels, texels, threads=threads)
+                self._launch(base_colors.base_colors, *of_pixels, surfaces, texels, threads=threads)
         if base and plain and self._has_plain_pixels(outputs):
             with self.clock.of("base_pass"):
                 base_pixels.draw(self.resident, self.now, self.then, self.memory, pictures, light, attributes)
@@ -259,6 +269,7 @@ class Stages:
         return self.resident.values, self.now.values, self.then.values
 
     def _clear_lists(self, second: int) -> None:
+        """Clear the lists that the kernels of a pass expect to be filled with EMPTY or LAST."""
         if self.cuda_cpp:
             self.memory.clear_queue()
         if not self._sorts(second):

@@ -20,8 +20,8 @@ from rooftop.scene.rendering.buffers import (
     Resident,
     Views,
 )
-from rooftop.scene.rendering.clusters import material_of, uv_of, vertex_color_of
-from rooftop.scene.rendering.emit_depth_targets import Hit, ray
+from rooftop.scene.rendering.clusters import material_of, uv_of
+from rooftop.scene.rendering.emit_depth_targets import Hit, ray, vertex_color_at
 from rooftop.scene.rendering.projections import transformed
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
@@ -90,12 +90,10 @@ def parts_in_plane(step: wp.vec3, u: wp.vec3, v: wp.vec3, normal: wp.vec3):
 
 
 @wp.func
-def slopes_of(
-    resident: Resident, views: Views, frame: Frame, place: wp.vec3i, hit: Hit, a: wp.vec2,
-    b: wp.vec2, c: wp.vec2
-):  # fmt: skip
+def slopes_of(views: Views, frame: Frame, place: wp.vec3i, hit: Hit, a: wp.vec2, b: wp.vec2, c: wp.vec2):
     """Compute by how much a value changes from a pixel to its neighbours, given the values a, b, c at the corners of
-    the pixel's triangle. The changes are infinite if the surface is seen edge-on."""
+    the pixel's triangle. The changes are infinite or NaN if the surface is seen edge-on, and 0 if the triangle has no
+    area."""
     slopes = Slopes()
     at = transformed(frame.to_view, hit.pair, hit.a)
     to_b = transformed(frame.to_view, hit.pair, hit.b) - at
@@ -259,11 +257,7 @@ def base_color_of(
     `surfaces`."""
     color = wp.vec3(surfaces.factors[row, 0], surfaces.factors[row, 1], surfaces.factors[row, 2])
     if hit.cluster.color_bits > 0:
-        own = (
-            hit.parts[0] * vertex_color_of(resident, hit.cluster, hit.corners[0])
-            + hit.parts[1] * vertex_color_of(resident, hit.cluster, hit.corners[1])
-            + hit.parts[2] * vertex_color_of(resident, hit.cluster, hit.corners[2])
-        )
+        own = vertex_color_at(resident, hit)
         if surfaces.mesh_rows[hit.mesh, 2] == 0:
             own = wp.vec3(in_linear_light(own[0]), in_linear_light(own[1]), in_linear_light(own[2]))
         color = wp.cw_mul(color, own)
@@ -274,6 +268,6 @@ def base_color_of(
             b = uv_of(resident, hit.cluster, hit.corners[1], step)
             c = uv_of(resident, hit.cluster, hit.corners[2], step)
             uv = hit.parts[0] * a + hit.parts[1] * b + hit.parts[2] * c
-            slopes = slopes_of(resident, views, frame, place, hit, a, b, c)
+            slopes = slopes_of(views, frame, place, hit, a, b, c)
             color = wp.cw_mul(color, filtered(surfaces, row, uv, slopes))
     return color

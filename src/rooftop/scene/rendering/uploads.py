@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,15 +95,10 @@ class Uploaded:
 
     @classmethod
     def into(cls, values: Any, tensors: dict[str, Tensor]) -> Uploaded:
+        """Set the fields of a struct to tensors of the same names."""
         for name, tensor in tensors.items():
             setattr(values, name, wp.from_torch(tensor))
         return cls(tensors, values)
-
-    def set(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Copy new values into the same memory."""
-        for name, array in arrays.items():
-            tensor = self.tensors[name]
-            tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)).to(tensor.dtype))
 
 
 class Inputs:
@@ -177,7 +172,8 @@ def uploaded(device: torch.device, array: NDArray[Any]) -> Tensor:
 
 
 def joined(device: torch.device, arrays: Sequence[NDArray[np.int32]]) -> Tensor:
-    """Concatenate host arrays on the device, without a copy of all arrays on the host."""
+    """Concatenate host arrays on the device. For a GPU, arrays are copied through two buffers of STAGED_WORDS, without
+    a concatenated copy on the host."""
     there = torch.empty((sum(map(len, arrays)), *arrays[0].shape[1:]), dtype=torch.int32, device=device)
     if device.type == "cpu":
         np.concatenate(arrays, out=there.numpy())

@@ -12,6 +12,7 @@ import torch
 import warp as wp
 
 from rooftop.launch.warp_launch import launch_warp
+from rooftop.scene.rendering.host_rows import HostCopy
 from rooftop.scene.streaming.page_graph import Mask, PageGraph
 from rooftop.scene.streaming.plans import Use
 from rooftop.scene.streaming.requests import COUNTERS, LIST, LISTED, MISSING, OLDEST, REFUSED, WANTED, Requests, collect
@@ -42,7 +43,7 @@ class RequestBuffers:
 
     Attributes:
         tensors: by name, one tensor for each field of `Requests`; and "wanted_first", the copy that `keep_first` makes.
-        values: the Warp struct `Requests` of the tensors other than "wanted_first".
+        values: the Warp struct `Requests`, whose fields are the tensors other than "wanted_first".
     """
 
     def __init__(self, graph: PageGraph, page_at: torch.Tensor, refused: torch.Tensor) -> None:
@@ -65,9 +66,7 @@ class RequestBuffers:
         for name, tensor in self.tensors.items():
             setattr(self.values, name, wp.from_torch(tensor))
         self.tensors["wanted_first"] = torch.zeros_like(self.tensors["wanted"])  # only the host uses it
-        on_gpu, words = self.device.type == "cuda", len(self.tensors["answer"])
-        self._here = torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self._there = torch.cuda.Event() if on_gpu else None
+        self._answer = HostCopy(len(self.tensors["answer"]), self.device)
 
     def keep_first(self) -> None:
         """Keep the requests of a frame's first pass, which do not depend on what the frame draws."""
@@ -92,9 +91,7 @@ class RequestBuffers:
 
     def send(self) -> None:
         """Start a copy of the answer to the host, after the work queued so far."""
-        self._here.copy_(self.tensors["answer"], non_blocking=True)
-        if self._there is not None:
-            self._there.record(torch.cuda.current_stream(self.device))
+        self._answer.send(self.tensors["answer"])
 
     def read(self, resident: Mask | None = None) -> Answer:
         """Return the answer that was sent last. This method waits only for the copy of the answer, not for work queued
@@ -103,9 +100,7 @@ class RequestBuffers:
         Args:
             resident: (pages,) whether each page was resident for that frame; by default, whether it is resident now.
         """
-        if self._there is not None:
-            self._there.synchronize()
-        words = self._here.numpy()
+        words = self._answer.read()
         count = int(words[MISSING])
         if count <= LISTED:
             pairs = words[LIST : LIST + 2 * count].reshape(-1, 2)

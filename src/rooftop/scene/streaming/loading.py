@@ -65,13 +65,6 @@ class Arrivals:
         """Select the arrivals at these indices."""
         return Arrivals(self.pages[which], self.size_bytes[which], self.errors)
 
-    @classmethod
-    def joined(cls, parts: Iterable[Arrivals]) -> Arrivals:
-        """Concatenate arrivals, in order."""
-        every = [NONE, *parts]
-        pages, sizes = (np.concatenate([getattr(each, name) for each in every]) for name in ("pages", "size_bytes"))
-        return cls(pages, sizes, {page: error for each in every for page, error in each.errors.items()})
-
 
 NONE = Arrivals(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
@@ -102,7 +95,6 @@ class Loader:
             for file in set(files.tolist()):
                 os.close(file)
             raise
-        self._put_back: list[Arrivals] = []
         self._held = [self._reader]  # the reader that `close` ends, in a list so that it can be replaced
         self.close = weakref.finalize(self, _end, self._held, files.tolist(), self._memory)
 
@@ -128,12 +120,7 @@ class Loader:
     def wait(self) -> Arrivals:
         """Wait for all pages in flight, and return them. If the wait is interrupted, no page is lost."""
         self._check_process()
-        return self._taken(self._reader.take(self.in_flight - sum(map(len, self._put_back))))
-
-    def put_back(self, arrivals: Arrivals) -> None:
-        """Let the next call of `arrived` or `wait` return these pages again."""
-        self._put_back.append(arrivals)
-        self.in_flight += len(arrivals)
+        return self._taken(self._reader.take(self.in_flight))
 
     def _check_process(self) -> None:
         """Raise RuntimeError in a forked process, which has none of the threads and would wait for them forever."""
@@ -147,12 +134,8 @@ class Loader:
         errors: dict[int, Exception] = {}
         if results[:, 2].any():  # not all are READ, which is 0
             errors = {row[0]: self._error(*row) for row in results.tolist() if row[2] != READ}
-        found = Arrivals(results[:, 0], results[:, 1], errors)
-        if self._put_back:
-            found = Arrivals.joined([*self._put_back, found])
-            self._put_back.clear()
-        self.in_flight -= len(found)
-        return found
+        self.in_flight -= len(results)
+        return Arrivals(results[:, 0], results[:, 1], errors)
 
     def _error(self, page: int, held: int, outcome: int, code: int) -> Exception:
         mesh, number = self._graph.place(page)
@@ -237,7 +220,7 @@ class PythonReader:
             self._leaving = True
             self._changed.notify_all()
         for worker in self._workers:
-            if worker.is_alive() and worker is not threading.current_thread():  # a forked process has no threads
+            if worker is not threading.current_thread():  # garbage collection may call `close` in a worker
                 worker.join()
 
     def _work(self, upload: _Upload) -> None:
@@ -311,20 +294,19 @@ def _opened(meshes: Iterable[Geometry]) -> list[int]:
 
 
 def _open(mesh: Geometry) -> int:
+    def error_of(what: str) -> GeometryFileError:
+        return GeometryFileError(mesh.path, what, int(mesh.page_offsets[0]))
+
     try:
         file = os.open(mesh.path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        what = "it no longer exists, but its pages are read on demand"
-        raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
+        raise error_of("it no longer exists, but its pages are read on demand") from error
     except OSError as error:
-        what = (
-            f"it cannot be opened to read its pages ({error.strerror}; each file of a scene stays open: see ulimit -n)"
-        )
-        raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
+        why = f"{error.strerror}; each file of a scene stays open: see ulimit -n"
+        raise error_of(f"it cannot be opened to read its pages ({why})") from error
     if identity_of(file) != mesh.identity:
         os.close(file)
-        what = "it has been changed or replaced since it was opened"
-        raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0]))
+        raise error_of("it has been changed or replaced since it was opened")
     return file
 
 

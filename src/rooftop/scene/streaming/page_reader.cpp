@@ -515,7 +515,7 @@ class Books {
     return py::make_tuple(as_array(published), as_array(waiting));
   }
 
-  // As `plans.rows_in_python`: fill the rows that tell the device where these pages are.
+  // Do the same as `plans.rows_in_python`: fill the rows that tell the device where these pages are.
   void write_rows(const Array<int64_t>& pages, const Array<int64_t>& limits, Array<int64_t>& rows, int64_t slot_words) const {
     const py::ssize_t count = pages.size(), columns = rows.shape(1), limited = limits.shape(1);
     if (rows.shape(0) < count || columns != 2 + limited) throw std::invalid_argument("expected one row per page, of two numbers and the page's limits");
@@ -529,7 +529,7 @@ class Books {
     }
   }
 
-  // As `plans.plan_in_python`: return the pages to evict, the pages to read, their slots, and their orders.
+  // Do the same as `plans.plan_in_python`: return the pages to evict, the pages to read, their slots, and their orders.
   py::tuple plan_some(const Array<int64_t>& pages, const Array<float>& pixels, int64_t most, const py::object& use, bool urgent, double margin) {
     std::vector<int64_t> given_up, loads, slots;
     std::vector<double> orders;

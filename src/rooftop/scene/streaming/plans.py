@@ -85,7 +85,8 @@ class Planner:
         return plan
 
     def publish(self, arriving: Ints) -> Ints:
-        """Call `Slots.arrive` for these pages, then `Slots.publish`, and return the result of the latter."""
+        """Record that these pages arrived, and make pages resident: `Slots.arrive`, then `Slots.publish`. Return the
+        pages that became resident."""
         slots, books = self.slots, self._in_cpp()
         if books is None:
             slots.arrive(arriving)
@@ -165,8 +166,8 @@ class _Victims:
         self.next = 0
 
     def take(self, count: int, pixels: float, keep: Collection[int]) -> Ints | None:
-        """The next `count` pages to evict for a page whose absence causes an error of `pixels`; None if fewer may be
-        evicted for it."""
+        """Evict the next `count` pages for a page whose absence causes an error of `pixels`, and return the evicted
+        pages. If fewer may be evicted for it, evict nothing and return None. Pages in `keep` stay."""
         found: list[int] = []
         at = self.next
         while len(found) < count and at < len(self.pages):

@@ -10,6 +10,7 @@ import torch
 
 from rooftop.errors import GeometryFileError, InputError
 from rooftop.scene import layouts
+from rooftop.scene.arguments import whole_number
 from rooftop.scene.gbuffers import StreamingStats
 from rooftop.scene.streaming.answers import Answer, RequestBuffers
 from rooftop.scene.streaming.loading import SLOT_WORDS, Arrivals, Loader
@@ -231,8 +232,5 @@ def checked_pool_bytes(pool_bytes: object) -> int | None:
     Raises:
         ValueError: the value is not a number of bytes.
     """
-    if pool_bytes is None:
-        return None
-    if isinstance(pool_bytes, bool) or not hasattr(pool_bytes, "__index__") or pool_bytes.__index__() < 1:
-        raise ValueError(f"pool_bytes={pool_bytes!r}: expected an integer number of bytes, such as 2 * 10**9, or None")
-    return int(pool_bytes.__index__())
+    what = "an integer number of bytes such as 2 * 10**9 (or None),"
+    return None if pool_bytes is None else whole_number("pool_bytes", pool_bytes, 1, 1 << 62, what)

@@ -32,7 +32,7 @@ class Slots:
         dependents: (pages,) int32, for each page, the number of held pages that need this page directly.
         page_in: (slots,) int64, the page in each slot, or -1.
         arrived: the pages in the state ARRIVED, in any order.
-        free_slots: (slots,) int64, of which the first `free` are free; the last of these is taken first.
+        free_slots: (slots,) int64; the first `free` entries are the free slots, and the last of them is taken first.
     """
 
     def __init__(self, graph: PageGraph, count: int) -> None:
@@ -96,7 +96,8 @@ class Slots:
         self.arrived = np.concatenate([self.arrived, pages])
 
     def publish(self) -> Ints:
-        """Make arrived pages resident if all pages that they need are resident; return the numbers of these pages."""
+        """Make arrived pages resident if all pages that they need are resident; return the pages that became resident,
+        ascending."""
         waiting, published = self.arrived, [NO_PAGES]
         while len(waiting):
             needed, counts = self.graph.needs.of_all(waiting)

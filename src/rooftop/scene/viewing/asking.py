@@ -109,7 +109,7 @@ def asked(content: object, modes: Collection[str]) -> Asked:
 
 def _one_of(name: str, value: Any, known: Collection[Any]) -> Any:
     if type(value) not in {type(each) for each in known} or value not in known:
-        near = did_you_mean(value, known) if isinstance(value, str) else ""
+        near = did_you_mean(value, map(str, known)) if isinstance(value, str) else ""
         raise InputError(f"{name} is {value!r:.80}{near}: expected one of {', '.join(map(str, known))}")
     return value
 

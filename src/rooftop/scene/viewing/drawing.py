@@ -112,7 +112,7 @@ class Drawing:
             world.add_light(_sun_from(self._sun))
         self.usual_error, self.usual_light = self.renderer.pixel_error, self.renderer.light
         self._pages: Pages | None = None
-        # the newest request of each tab, in the order in which tabs began to wait
+        # the newest picture request and the newest point request of each tab, in the order in which they began to wait
         self._waiting: dict[str, _Job] = {}
         self._changed = threading.Condition()
         self._stopped = False
@@ -124,7 +124,8 @@ class Drawing:
         return Viewpoint.home(self._outline, self._up, self._fov, size)
 
     def warm_up(self) -> None:
-        """Draw a small picture, so that kernels and pages are loaded before the first request."""
+        """Queue a small picture, without waiting for it, so that kernels and pages are loaded before the first
+        request."""
         self._submit("warm up", _Job(lambda: self.renderer.render(self.home(WARM_UP).camera(WARM_UP, self.scene_size))))
 
     def picture(self, asked: Asked) -> Drawn:

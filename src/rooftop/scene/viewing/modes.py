@@ -24,7 +24,8 @@ class Mode:
         label: the mode's label on the page.
         meaning: one sentence that explains the mode on the page.
         outputs: the renderer's outputs that the mode needs.
-        needs: the entry of a geometry file's metadata that says whether a mesh supports the mode; "" if all meshes do.
+        needs: the entry of a geometry file's metadata that says whether a mesh has the data for the mode; "" if all
+            meshes have it.
         numbers: a function that returns the values (H, W[, C]) to show in colours. None: the values are the output with
             the mode's name.
     """
@@ -60,7 +61,7 @@ class Pages:
 
 
 def _triangles(frame: GBuffer, _: Pages) -> Tensor:
-    """A number for each triangle. Triangles of different clusters have different numbers."""
+    """A number for each triangle. Triangles of one mesh have different numbers."""
     return torch.where(frame["cluster"][0] >= 0, frame["cluster"][0].long() * MAX_TRIANGLES + frame["triangle"][0], -1)
 
 

@@ -221,8 +221,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_error(HTTPStatus.BAD_REQUEST, str(error))
         except RooftopError as error:
             self._send_error(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
-        except ConnectionError:
-            self.close_connection = True  # the browser has closed the connection
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True  # the browser has closed the connection, or sends or reads nothing any more
         except Exception as error:
             traceback.print_exc()
             self._send_error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
@@ -298,7 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(HTTPStatus.OK, {"point": point, "view": view.plain()})
 
     def _send_path(self) -> None:
-        """Check a path that the page has loaded, as `rooftop scene render --path` does, and answer."""
+        """Check a path that the page has loaded, as `rooftop scene render --path` does, and send the checked path."""
         self._send_json(HTTPStatus.OK, RecordedPath.of_plain(self._content()).plain())
 
     def _send_json(self, status: HTTPStatus, content: Any) -> None:
@@ -323,5 +323,5 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header("Connection", "close")
             self.end_headers()
             self.wfile.write(body)
-        except ConnectionError:
+        except (ConnectionError, TimeoutError):
             self.close_connection = True

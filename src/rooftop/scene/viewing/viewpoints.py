@@ -1,7 +1,7 @@
 """The user's viewpoint and its moves: orbit around a point, pan, zoom, and fly through the scene.
 
-While the user drags, the point under the pointer follows the pointer. Rotations change azimuth and elevation, but never
-roll the camera, so that `up` stays up.
+A pan or an orbit moves the scene with the pointer; looking around turns the camera in the pointer's direction.
+Rotations change azimuth and elevation, but never roll the camera, so that `up` stays up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Vector = tuple[float, float, float]
 FOV_Y_DEGREES = 50.0
 MOST_ELEVATION_DEGREES = 89.5  # greatest elevation; near 90 degrees, `up` would be along the view
 NEAREST, FARTHEST = 1e-6, 1e6  # least and greatest distance from the target that zooming reaches, in sizes of the scene
-# distance of the near plane as a share of the distance to the target; used if it is nearer than NEAR
+# distance of the near plane as a share of the distance to the target; this or NEAR applies, whichever is nearer
 NEAR_OF_DISTANCE = 1e-3
 KEYS = ("eye", "target", "up", "fov_y_degrees")
 
@@ -108,7 +108,8 @@ class Viewpoint:
         return self._shifted(-height * (right * across + down * below))
 
     def zoomed(self, doublings: float, scene_size: float) -> Viewpoint:
-        """Move towards the target or away from it: multiply the distance by 2^doublings."""
+        """Move towards the target or away from it: multiply the distance by 2^doublings, but keep it from NEAREST to
+        FARTHEST times the size of the scene."""
         low, high = NEAREST * scene_size, FARTHEST * scene_size
         distance = min(max(self.distance * 2.0 ** min(max(doublings, -99.0), 99.0), low), high)
         offset = np.subtract(self.eye, self.target)

@@ -295,6 +295,7 @@ function viewAt(seconds) {
 function keep() {
   if (!recording || !view) return;
   const seconds = (performance.now() - recording.began) / 1000;
+  if (recording.views.at(-1)?.seconds >= seconds) recording.views.pop();  // some browsers' clocks advance in coarse steps
   recording.views.push({ seconds, ...viewOf(view) });
   element("pathText").textContent = `recording: ${seconds.toFixed(1)} s, ${recording.views.length} views`;
 }
