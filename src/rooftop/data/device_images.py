@@ -282,7 +282,8 @@ def faster_decoding(
         device: the device that trains.
         how, workers: as in `Loader`.
         seconds: duration of each measurement.
-        arrive: decodes a batch on the device.
+        arrive: decodes a batch on the device. None: a `DeviceImages`; the CPU is chosen if `device` is not a GPU or has
+            no NVJPEG.
     """
     assert isinstance(images.transform, ImageTransform)
     if reason := only_on_cpu(images.transform):
@@ -290,7 +291,7 @@ def faster_decoding(
     if arrive is None:
         if device.type != "cuda":
             return DecodingChoice("cpu", "the training runs on the CPU")
-        if reason := missing(device) or "":
+        if reason := missing(device):
             return DecodingChoice("cpu", reason)
         arrive = DeviceImages(images.transform)
     options: dict[str, Any] = {"shuffle": True, "how": how, "workers": workers, "device": device, "on_damage": "skip"}

@@ -131,7 +131,7 @@ class Processes:
         return _Reader(io.BytesIO(content), worker.slots.get(slot), copy, pin).load()
 
     def _received(self, worker: _Worker, batch: tuple[int, int] | None = None) -> tuple[bytes, int]:
-        """Receive a piece from a process, and the size of its slot if the process replaced the slot.
+        """Receive a pickled piece from a process, and the size of its new slot; 0 if the process kept the slot.
 
         Raises:
             LoadingError: the process has ended.
