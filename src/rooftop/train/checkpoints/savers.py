@@ -183,10 +183,11 @@ class Saver:
         """Continue a save in progress. Every rank calls this once after each step.
 
         Args:
-            stop: whether this rank was asked to stop.
+            stop: whether this rank was asked to stop. Pass True again at each later call until the result is True.
 
         Returns:
-            Whether any rank passed `stop` at the previous call; the same on all ranks.
+            Whether any rank passed `stop` at the previous call; the same on all ranks. A `begin` or `wait` between the
+            two calls may drop this answer.
 
         Raises:
             OSError: a save cannot be written; raised on all ranks.

@@ -4,9 +4,8 @@
 
 `stepping.Stepper` runs each step. The loop decides when to read losses, evaluate the model, save the state, and end.
 The loop reads the results of steps from the device once every `interval` steps, before each evaluation and save, and
-after the first and the last step.
-Between evaluations and saves the next step is launched before the loop waits for the results, so that the device never
-waits for Python.
+after the first and the last step. Between evaluations and saves the next step is launched before the loop waits for the
+results, so that the device never waits for Python.
 
 `resume=True` continues a killed training from its last checkpoint. The results are bit-identical to those of an
 uninterrupted training; on a GPU this needs run.deterministic. Sample order and augmentation depend only on seed,

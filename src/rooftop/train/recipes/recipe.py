@@ -488,6 +488,12 @@ def _value(value: Any, hint: Any, where: str) -> Any:
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise InputError(f"{where} is {value!r}: expected a table of names and values")
+        for name, each in value.items():
+            if not _is_plain(each):
+                raise InputError(
+                    f"{where}.{name} is {each!r}, which a recipe cannot store: expected a finite number, a text, true, "
+                    "false, or a list or table of these; leave the name out for the builder's default"
+                )
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -496,6 +502,15 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         meant = _meant(value, hint)
         raise InputError(f"{where} is {value!r}: expected {kind}{f': write {meant}' if meant else ''}")
     return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `_toml` can write a value, so that reading the text returns the same value."""
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _meant(value: Any, hint: type) -> str:
