@@ -301,7 +301,7 @@ def test_two_iterations_at_the_same_time(how: str, workers: int, begun: Workers)
         for one, other in zip(early, loader.batches(0, 1), strict=True):
             assert one.indices.tolist() == other.indices.tolist()
             seen.append(one.indices.tolist())
-        assert sum(seen, []) == list(range(24))
+        assert [index for indices in seen for index in indices] == list(range(24))
         assert [batch.indices[0].item() for batch in loader] == list(range(0, 24, 4))
     assert not begun()
 

@@ -77,7 +77,8 @@ class Part:
     Unlike `torch.utils.data.Subset`, a `Part` keeps the augmentation and the names of the samples.
 
     Raises:
-        InputError: the indices are not a list of integers (a mask, for example), or one is out of the data set's range.
+        InputError: the indices are not a list of integers (for example a mask), or one is out of the data set's
+            range.
     """
 
     def __init__(self, samples: Samples, indices: Sequence[int]) -> None:

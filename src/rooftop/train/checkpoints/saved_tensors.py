@@ -40,8 +40,8 @@ DTYPES = {
 }
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 BATCH_BYTES = 64 << 20
-"""Number of bytes that are read at a time, rounded up to whole rows and whole blocks. A reader needs this much memory in
-addition to the memory of the tensor to fill.
+"""Number of bytes that are read at a time, rounded up to whole rows and whole blocks. A reader needs this much memory,
+in addition to the memory of the tensor to fill.
 """
 AGAIN = "continue with another step of this folder, or with a copy"
 
