@@ -59,8 +59,8 @@ class StagedSamples(Samples, Protocol):
 def sample(samples: Samples, index: int, seed: int, epoch: int, copy: int = 0) -> Any:
     """Return a sample of an epoch.
 
-    `draw` of a data set gets a generator that depends only on the arguments. So the sample is the same in every process
-    and thread, and each copy has its own augmentation. For a data set without `draw`, this is `samples[index]`.
+    `draw` of a data set gets a generator that depends only on the arguments. So the sample is the same in every
+    process and thread, and each copy has its own augmentation. For a data set without `draw`, this is `samples[index]`.
     """
     draw = getattr(samples, "draw", None)  # faster than isinstance with the protocol
     if draw is not None:

@@ -79,7 +79,7 @@ class Proportions:
         return np.array(self._sources)[which], numbers
 
     def _state_before(self, first: int) -> tuple[int, list[int], list[int]]:
-        """The last known state at or before draw `first`: number of draws, `behind` of `_draws`, draws of each source."""
+        """The last known state at or before a draw: number of draws, `behind` of `_draws`, draws of each source."""
         kept = min(first // KEPT, len(self._kept) - 1)
         if kept * KEPT <= self._last[0] <= first:
             return self._last
