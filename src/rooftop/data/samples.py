@@ -85,8 +85,8 @@ class Part:
         given = np.asarray(indices)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise InputError(
-                f"indices of shape {given.shape} and dtype {given.dtype}: expected a list of integers; for a mask, pass "
-                "np.flatnonzero(mask)"
+                f"indices of shape {given.shape} and dtype {given.dtype}: expected a list of integers; for a mask, "
+                "pass np.flatnonzero(mask)"
             )
         self.samples, self.indices = samples, given.astype(np.int64)
         if len(self.indices) and not 0 <= self.indices.min() <= self.indices.max() < len(samples):
