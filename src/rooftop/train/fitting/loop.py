@@ -185,8 +185,8 @@ class _Fitting:
         self.last: EvaluationRecord | None = None
         self.worse = 0  # number of evaluations since the best one
         self.skipped = 0  # number of consecutive skipped steps
-        self.reason = ""
-        self.before = 0
+        self.reason = ""  # why the training ends, as in `Fitted`; "" while it runs
+        self.before = 0  # number of steps of earlier runs, up to the loaded checkpoint
         self._looked_at: Counter[str] = Counter()  # number of entries of each loader's `skipped` that were reported
         self._damaged: set[tuple[str, int]] = set()  # damaged samples that were already reported
         self._loading_told = False

@@ -295,7 +295,7 @@ class Recipe:
         return cls().updated(values)
 
     @classmethod
-    def read(cls, path: Path, before: Recipe | None = None) -> Recipe:
+    def read(cls, path: str | Path, before: Recipe | None = None) -> Recipe:
         """Read a recipe from a TOML file or by the name of a published recipe.
 
         Values that the file does not set come from `before`, or from the defaults. A published recipe is complete, so
@@ -304,6 +304,7 @@ class Recipe:
         Raises:
             InputError: the file cannot be read, is not TOML, or has a value that does not fit.
         """
+        path = Path(path)
         if not path.exists() and not path.suffix:
             path, before = _published(path), None
         try:

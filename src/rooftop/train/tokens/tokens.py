@@ -143,7 +143,7 @@ class Tokens:
                 progress("checking the tokens", done / len(self))
 
 
-def open_tokens(path: Path, kind: str | None = None) -> Tokens:
+def open_tokens(path: str | Path, kind: str | None = None) -> Tokens:
     """Open the tokens of a file or folder.
 
     Args:
@@ -160,7 +160,7 @@ def open_tokens(path: Path, kind: str | None = None) -> Tokens:
     """
     if kind is not None and kind not in KINDS:
         raise ValueError(f"open_tokens: kind must be one of {', '.join(KINDS)} or None, got {kind!r}")
-    path = _data_of_index(path)
+    path = _data_of_index(Path(path))
     if path.suffix in NUMBERS and path.is_file():
         read: Callable[[Path, str | None], Numbers] = binary_numbers if path.suffix == ".bin" else array_numbers
         numbers = read(path, kind)
