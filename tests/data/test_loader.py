@@ -293,6 +293,24 @@ def test_a_loop_that_is_left_early(how: str, workers: int, begun: Workers) -> No
     assert [batch.indices.tolist() for batch in loader.batches(0, 9)] == [[36, 37, 38, 39]]
 
 
+class Conjugate:
+    """Complex tensors that PyTorch conjugates only when they are read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((20_000,), index + 1j).conj()
+
+
+@pytest.mark.parametrize(("how", "workers"), WAYS)
+@pytest.mark.parametrize("collate", [default_collate, list])
+def test_conjugate_tensors(how: str, workers: int, collate: Callable[[list[Any]], Any]) -> None:
+    with Loader(Conjugate(), 4, how=how, workers=workers, collate=collate) as loader:
+        (batch,) = loader
+    assert [row[-1].item() for row in batch.value] == [index - 1j for index in range(4)]
+
+
 @pytest.mark.parametrize(("how", "workers"), WAYS)
 def test_two_iterations_at_the_same_time(how: str, workers: int, begun: Workers) -> None:
     with Loader(TensorDataset(torch.arange(24)), 4, how=how, workers=workers) as loader:

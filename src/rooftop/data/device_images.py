@@ -39,7 +39,7 @@ from rooftop.media.nvjpeg import missing
 # 500 x 375
 GROUP_PIXELS = 64 << 20
 GAIN = 2.5
-"""The GPU decodes if it is this many times as fast as the CPU.
+"""The GPU is chosen if it decodes more than this many times as many images per second as the CPU.
 
 Suppose that the CPU decodes C images/s, that the GPU decodes G images/s, and that the training step alone processes S
 images/s. A GPU that decodes and then trains processes 1 / (1/G + 1/S) images/s. This rate exceeds C if

@@ -92,7 +92,7 @@ class ImageFolder:
         return Path(self.paths[index]).read_bytes()
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """Return the decoded photograph, in the form that `change` accepts."""
+        """Return the decoded photograph, in the form that `changed` accepts."""
         return decode(self.transform, content, generator, self.name(index))
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> tuple[Any, int]:

@@ -74,9 +74,9 @@ class Loader:
             samples than without repeats.
         rank, ranks: this rank, and the number of ranks. Each rank gets consecutive samples of each batch, divided as
             evenly as possible.
-        arrive: called with (batch, loader's device, whether damaged samples are skipped) in the thread that copies
-            batches; returns the changed batch. Example: `DeviceImages` decodes files on a GPU. None: batches are not
-            changed.
+        arrive: called with (batch as a `Made`, loader's device, whether damaged samples are skipped) in the thread that
+            copies batches; returns the changed `Made`. Example: `DeviceImages` decodes files on a GPU. None: batches
+            are not changed.
         device: device of the batches. Batches are copied from pinned memory while the steps run. None: batches stay on
             the CPU.
         on_damage: "stop" raises at a sample that cannot be read; "skip" leaves the sample out, so that its batch is

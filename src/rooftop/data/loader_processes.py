@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch import multiprocessing as torch_multiprocessing
 
-from rooftop.data.pieces import Job, Made, joined
+from rooftop.data.pieces import Job, Made, flat_bytes, joined
 from rooftop.data.ways import batches_in_flight
 from rooftop.errors import LoadingError
 from rooftop.hardware.page_faults import keep_memory
@@ -312,7 +312,7 @@ def _written(made: Made) -> tuple[bytes, list[tuple[int, Tensor]], int]:
 
 
 def _put(slot: Tensor, offset: int, tensor: Tensor) -> None:
-    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    content = flat_bytes(tensor).numpy()
     np.copyto(slot[offset : offset + len(content)].numpy(), content)
 
 

@@ -50,10 +50,10 @@ class StagedSamples(Samples, Protocol):
         """The sample's bytes on disk."""
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """Decode the content to an image, which is not augmented yet; draws the augmentation from `generator`."""
+        """Decode the content to an image. The augmentation is drawn from `generator` now; `changed` applies it."""
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
-        """Make the sample from the decoded image; the augmentation uses `generator`."""
+        """Make the sample from the result of `decoded`. Augmentation that is not drawn yet uses `generator`."""
 
 
 def sample(samples: Samples, index: int, seed: int, epoch: int, copy: int = 0) -> Any:

@@ -87,7 +87,7 @@ class Saver:
         self._steps, self._saves = 0, 0
         self._asked = False  # whether a rank asked to stop; the wait for a save may hear this before `after_step`
         self._phase = NOTHING  # phase of the save; `_phase` and `_parts` are equal on all ranks
-        self._parts = 0
+        self._parts = 0  # number of phases that were started, of all saves
         self._task: _Task | None = None
         self._process: WritingProcess | None = None
         self._staging: Staging | None = None

@@ -26,10 +26,10 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from rooftop.data.pieces import flat_bytes
 from rooftop.data.samples import Samples, sample
 from rooftop.errors import InputError
 from rooftop.train.checkpoints.files import ITEM_BYTES, FilePiece
@@ -113,7 +113,7 @@ def _content(samples: Samples, index: int) -> int | str:
     try:
         for leaf in pytree.tree_leaves(sample(samples, index, 0, 0)):
             if isinstance(leaf, Tensor):
-                leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                leaf = flat_bytes(leaf.detach().cpu()).numpy()
             if isinstance(leaf, np.ndarray) and leaf.dtype.hasobject:  # its bytes are addresses
                 found = crc32(repr(leaf.tolist()).encode(), found)
             elif isinstance(leaf, np.ndarray):

@@ -21,9 +21,8 @@ from rooftop.data.samples import sample
 from rooftop.errors import InputError
 from rooftop.hardware.measuring import ceilings_history
 from rooftop.train.fitting.records import Facts
+from rooftop.train.fitting.stepping import AUTOCAST
 from rooftop.train.recipes.recipe import Recipe
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
