@@ -156,7 +156,8 @@ class Loader:
     def batches(self, epoch: int, start: int = 0, epochs: int = 1) -> Iterator[LoadedBatch]:
         """Yield the batches of one or more epochs, from batch `start` of the first epoch.
 
-        The first batches of an epoch are made while the consumer uses the last batches of the previous epoch.
+        The first batches of an epoch are made while the consumer uses the last batches of the previous epoch. Several
+        iterations may run at the same time; each further one starts its own worker processes.
 
         Raises:
             InputError: the call raises at once if `start` is not in 0..`len(self)`, `epoch` is below 0, or `epochs` is

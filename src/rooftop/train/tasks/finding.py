@@ -83,7 +83,7 @@ def count_of(options: Mapping[str, Any], name: str, least: int = 1) -> int:
         InputError: the value is not an integer, or is below `least`.
     """
     value = options[name]
-    if type(value) is not int or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InputError(f"model.options has {name}={value!r}: expected an integer of {least} or more")
     return value
 
