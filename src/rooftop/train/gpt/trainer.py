@@ -122,7 +122,7 @@ class GptTrainer:
         self._pipeline = self._made_pipeline(self.schedule) if self.schedule is not None else None
         self._replayed = Replayed(self._gradients_of, device) if training.cuda_graph else None
         self._held: Held | None = None
-        # the model's parameters, each with the memory that a CUDA graph reads instead of it
+        # the model's parameters, each with the memory that the CUDA graph reads
         self._captured: list[tuple[Tensor, Tensor]] = []
 
     def _made_model(self, dtype: torch.dtype, device: torch.device, fully_shard: bool) -> Gpt | GptStages:
