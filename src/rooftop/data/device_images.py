@@ -291,8 +291,8 @@ def faster_decoding(
     if arrive is None:
         if device.type != "cuda":
             return DecodingChoice("cpu", "the training runs on the CPU")
-        if reason := missing(device):
-            return DecodingChoice("cpu", reason)
+        if lacking := missing(device):
+            return DecodingChoice("cpu", lacking)
         arrive = DeviceImages(images.transform)
     options: dict[str, Any] = {"shuffle": True, "how": how, "workers": workers, "device": device, "on_damage": "skip"}
     size = min(batch, len(images))
