@@ -389,7 +389,17 @@ def test_wrong_arguments(augment: dict[str, float], said: str) -> None:
             ImageTransform(16)(pixels)
 
 
+def test_a_link_to_a_folder_around_it_is_left_out(folder: Path) -> None:
+    count = len(ImageFolder(folder))
+    photograph(9, 9).save(folder / ".hidden" / "1.png")
+    for name, target in (("loop", folder / "cat"), ("around", folder), ("other", folder / ".hidden")):
+        (folder / "cat" / name).symlink_to(target)
+    assert len(ImageFolder(folder)) == count + 1
+
+
 def test_colours_have_three_values() -> None:
+    with pytest.raises(InputError, match=r"expected a batch, \(N, H, W, 3\); for one image, use image\(\)"):
+        Normalizer()(ImageTransform(8, normalize=False)(photograph(9, 9)))  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r'has mode "L": expected RGB, so call image\.convert\("RGB"\) first'):
         ImageTransform(16)(Image.new("L", (20, 20)))
     for constants in ({"mean": (0.5,)}, {"std": (0.2, 0.2)}, {"std": (0.2, 0.0, 0.2)}):

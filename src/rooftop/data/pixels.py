@@ -61,8 +61,15 @@ class Normalizer:
         """Apply the remaining RandAugment operations, then normalize.
 
         Returns (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the image is erased.
+
+        Raises:
+            InputError: the pixels are not a batch.
         """
         values, erased, operations = Pixels(*pixels)
+        if values.dim() != 4:
+            raise InputError(
+                f"pixels are {tuple(values.shape)}: expected a batch, (N, H, W, 3); for one image, use image()"
+            )
         if operations.numel():  # by default there are none, and this empty tensor is on the CPU
             values = augmented(values, operations)
         normal = self._normal(values)
