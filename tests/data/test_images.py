@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -383,8 +384,28 @@ def test_wrong_arguments(augment: dict[str, float], said: str) -> None:
         ImageTransform(16, augment, train=True)
     with pytest.raises(InputError, match="size is 0"):
         ImageTransform(0)
-    with pytest.raises(InputError, match=r"expected \(3, H, W\), torch.uint8"):
-        ImageTransform(16)(torch.zeros(1, 4, 4))
+    for pixels in (torch.zeros(1, 4, 4), torch.zeros(3, 0, 4, dtype=torch.uint8)):
+        with pytest.raises(InputError, match=r"expected \(3, H, W\), torch.uint8"):
+            ImageTransform(16)(pixels)
+
+
+def test_a_link_to_a_folder_around_it_is_left_out(folder: Path) -> None:
+    count = len(ImageFolder(folder))
+    photograph(9, 9).save(folder / ".hidden" / "1.png")
+    for name, target in (("loop", folder / "cat"), ("around", folder), ("other", folder / ".hidden")):
+        (folder / "cat" / name).symlink_to(target)
+    assert len(ImageFolder(folder)) == count + 1
+
+
+def test_colours_have_three_values() -> None:
+    with pytest.raises(InputError, match=r"expected a batch, \(N, H, W, 3\); for one image, use image\(\)"):
+        Normalizer()(ImageTransform(8, normalize=False)(photograph(9, 9)))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r'has mode "L": expected RGB, so call image\.convert\("RGB"\) first'):
+        ImageTransform(16)(Image.new("L", (20, 20)))
+    for constants in ({"mean": (0.5,)}, {"std": (0.2, 0.2)}, {"std": (0.2, 0.0, 0.2)}):
+        for make in (partial(ImageTransform, 16), Normalizer):
+            with pytest.raises(InputError, match="expected three numbers each, and std above 0"):
+                make(**constants)
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -293,6 +293,37 @@ def test_a_loop_that_is_left_early(how: str, workers: int, begun: Workers) -> No
     assert [batch.indices.tolist() for batch in loader.batches(0, 9)] == [[36, 37, 38, 39]]
 
 
+class Conjugate:
+    """Complex tensors that PyTorch conjugates only when they are read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((20_000,), index + 1j).conj()
+
+
+@pytest.mark.parametrize(("how", "workers"), WAYS)
+@pytest.mark.parametrize("collate", [default_collate, list])
+def test_conjugate_tensors(how: str, workers: int, collate: Callable[[list[Any]], Any]) -> None:
+    with Loader(Conjugate(), 4, how=how, workers=workers, collate=collate) as loader:
+        (batch,) = loader
+    assert [row[-1].item() for row in batch.value] == [index - 1j for index in range(4)]
+
+
+@pytest.mark.parametrize(("how", "workers"), WAYS)
+def test_two_iterations_at_the_same_time(how: str, workers: int, begun: Workers) -> None:
+    with Loader(TensorDataset(torch.arange(24)), 4, how=how, workers=workers) as loader:
+        early = loader.batches(0)
+        seen = [next(early).indices.tolist()]
+        for one, other in zip(early, loader.batches(0, 1), strict=True):
+            assert one.indices.tolist() == other.indices.tolist()
+            seen.append(one.indices.tolist())
+        assert [index for indices in seen for index in indices] == list(range(24))
+        assert [batch.indices[0].item() for batch in loader] == list(range(0, 24, 4))
+    assert not begun()
+
+
 def test_processes_stay_for_the_next_epoch_and_end_with_the_loader(begun: Workers) -> None:
     loader = Loader(Drawn(8), 4, how="processes", workers=2)
     list(loader)
@@ -530,6 +561,10 @@ def test_parts_keep_draws_and_names() -> None:
     assert Part(failing, [4])[0] == 4
     with pytest.raises(InputError, match="expected 0 to 11"):
         Part(failing, [12])
+    assert len(Part(failing, [])) == 0
+    for wrong in (np.arange(12) < 3, [0.0, 1.5], [[0, 1]]):
+        with pytest.raises(InputError, match=r"expected a list of integers; for a mask, pass np\.flatnonzero\(mask\)"):
+            Part(failing, wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

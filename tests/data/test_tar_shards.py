@@ -67,6 +67,10 @@ def test_ways_to_name_shards(folder: Path) -> None:
         TarShards(str(folder / "train-{001..003}.tar"))
     with pytest.raises(InputError, match="no tar files"):
         TarShards(str(folder / "test-*.tar"))
+    with pytest.raises(InputError, match="is not a file"):
+        TarShards([folder])
+    with pytest.raises(InputError, match=r"fields is the string 'cls': expected a sequence such as \('cls',\)"):
+        TarShards(folder, fields="cls")
 
 
 def test_fields(tmp_path: Path) -> None:
@@ -99,6 +103,14 @@ def test_loaded_in_any_order_by_threads(folder: Path) -> None:
     expected, _ = data.draw(3, np.random.default_rng(1))
     assert label == 3
     assert torch.equal(image, expected)
+
+
+def test_steps_of_a_sample_of_all_files_make_the_sample(folder: Path) -> None:
+    data = TarShards(folder, fields=None)
+    made = data.changed(3, data.decoded(3, data.content(3)), None)
+    assert list(made) == ["__key__", "png", "cls"]
+    assert made["cls"] == 3
+    assert torch.equal(made["png"], data[3]["png"])
 
 
 def test_a_shard_that_is_cut_off(folder: Path) -> None:

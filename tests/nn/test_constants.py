@@ -98,6 +98,18 @@ def test_tensors_that_are_no_parameters_do_not_come_again() -> None:
     assert table.plus(nn.Parameter(torch.zeros(3), requires_grad=False)).tolist() == [1.0] * 3
 
 
+def test_arguments_that_cannot_be_a_key_do_not_come_again() -> None:
+    class Sum(nn.Module):
+        @constant
+        def of(self, sizes: list[int]) -> Tensor:
+            return torch.tensor(sum(sizes))
+
+    module = Sum().eval()
+    keep_constants(module)
+    assert module.of([1, 2]) == 3
+    assert kept_bytes(module) == 0
+
+
 def test_computed_in_each_call_where_it_may_be_another() -> None:
     table = kept()
     assert table.train().times(2.0) is not table.times(2.0)

@@ -493,6 +493,15 @@ def test_reports_have_every_step_once_in_groups_of_the_interval(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000005", "step-00000008"]
 
 
+@pytest.mark.parametrize("name", ["interval", "save_interval"])
+def test_intervals_are_at_least_one_step(name: str, tmp_path: Path) -> None:
+    one = trainer()
+    with pytest.raises(ValueError, match=f"{name} is 0: expected 1 or more steps"):
+        next(run_steps(one, 2, save=tmp_path / "run", **{name: 0}))
+    assert one.step == 0
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("options", [{"save_interval": 2}, {"keep_last": 1}, {"async_save": False}])
 def test_how_it_is_saved_needs_a_folder(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="need save, the folder of the checkpoints: give save"):

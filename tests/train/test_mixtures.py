@@ -175,6 +175,11 @@ def test_a_wrong_mixture_is_refused_before_training(
     assert sorted(path.name for path in folder.iterdir()) == ["A", "B"]
 
 
+def test_a_mixture_of_no_paths_is_refused() -> None:
+    with pytest.raises(InputError, match="--data-path is empty: expected a path, or several paths"):
+        open_mixture([])
+
+
 def test_a_folder_whose_name_is_a_number_is_a_path(folder: Path) -> None:
     (folder / "2024").mkdir()
     (folder / "2024" / "a.txt").write_text("text " * 20)

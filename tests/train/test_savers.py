@@ -49,6 +49,7 @@ from rooftop.train.checkpoints.trainer_tensors import tensors_of
 from rooftop.train.checkpoints.training_records import read_record
 from rooftop.train.checkpoints.trainings import nothing_saved, open_tensors
 from rooftop.train.checkpoints.writing import WritingProcess
+from rooftop.train.stopping import Stop
 
 CONFIG = GptConfig(vocabulary=31, layers=2, width=16, heads=2, kv_heads=2, hidden=32, positions=8, dropout=0.1)
 TRAINING = GptTraining(config=CONFIG, length=8, global_batch=2, micro_batch=2, learning_rate=0.01)
@@ -506,6 +507,21 @@ def wait_until(done: Callable[[], bool], limit_s: float = 120.0) -> None:
 
 
 # ---- stopped -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_is_heard_while_each_step_waits_for_the_save_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*given: Any, **options: Any) -> Path:
+        time.sleep(0.1)
+        return checkpoint_folders.complete(*given, **options)
+
+    monkeypatch.setattr("rooftop.train.checkpoints.savers.complete", slow)
+    one, stop = trainer(), Stop()
+    for _ in run_steps(one, 8, save=tmp_path, save_interval=1, interval=1, stop=stop):
+        stop.requested = one.step >= 3
+    assert one.step == 5
+
 
 WORDS = [
     *(

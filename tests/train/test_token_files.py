@@ -212,7 +212,7 @@ def test_nanogpts_meta_says_how_many_characters_there_are(tmp_path: Path) -> Non
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
     found = open_tokens(tmp_path / "train.bin")
     assert (found.vocabulary, found.read(0, 400).tolist()) == (65, tokens.tolist())
-    for other in (pickle.dumps(Harmful()), pickle.dumps([1]), b"damaged", b""):
+    for other in (pickle.dumps(Harmful()), pickle.dumps([1]), b"damaged", b"", b"K\x01K\x02R."):
         (tmp_path / "meta.pkl").write_bytes(other)
         assert open_tokens(tmp_path / "train.bin").vocabulary is None
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))

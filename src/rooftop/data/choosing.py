@@ -14,14 +14,14 @@ NEAR_LINEAR = 0.75
 faster than threads.
 """
 PROCESSES_GAIN = 0.9
-"""Processes are chosen only if they take less than this fraction of the threads' time, because processes need memory
-for copies of each batch and of the program.
+"""Processes are chosen only if they take less than this fraction of the time of the other ways, because processes need
+memory for copies of each batch and of the program.
 """
 
 
 @dataclass
 class Choice:
-    """Time the ways to make batches one after another, then choose one.
+    """Says which way to make batches is to be timed next, and chooses one from the recorded times.
 
     The remaining ways are not timed if the loop itself takes at most `QUICK_S` per batch, or if threads are almost as
     fast as possible (`NEAR_LINEAR`).
@@ -92,7 +92,7 @@ class Choice:
 
 
 def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
-    """Return the fastest way.
+    """Return the fastest way; processes must be faster than the others by `PROCESSES_GAIN`.
 
     If workers can make batches while a device computes, "here" is chosen only if it takes at most `QUICK_S` per batch.
     """
@@ -100,7 +100,7 @@ def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
     if here <= QUICK_S:
         return "here"
     cost = {
-        way: value * (PROCESSES_GAIN**-1 if way == "processes" else 1.0)
+        way: value / PROCESSES_GAIN if way == "processes" else value
         for way, value in seconds.items()
         if not (overlaps and way == "here")
     }

@@ -1,7 +1,7 @@
 """Crop, resize, flip and shift photographs that are on a device.
 
-On a GPU, two Triton kernels change many photographs at once. On the CPU, and on a GPU
-without Triton, PyTorch's operators change one photograph after another.
+On a GPU, two Triton kernels change many photographs at once. On the CPU, and on a GPU without Triton, PyTorch's
+operators change one photograph after another.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def changed(photographs: Sequence[Tensor], drawn: Sequence[Drawn], transform: Im
 
     Args:
         photographs: (3, H, W) uint8 each, contiguous, on one device.
-        drawn: the drawn changes of each photograph; RandAugment and colour jitter are ignored.
+        drawn: the drawn changes of each photograph; only crop, flip and shift are applied.
         transform: determines the size, and how photographs without a drawn crop are cut.
     """
     device = photographs[0].device
@@ -92,22 +92,8 @@ def _by_kernels(photographs: Sequence[Tensor], drawn: Sequence[Drawn], transform
         scale = ((bottom - top) / resized[0], (right - left) / resized[1])
         taps = [2 * math.ceil(max(value, 1.0)) + 1 for value in scale]
         across, down = each.shift
-        crops.append(
-            (
-                top,
-                left,
-                bottom - top,
-                right - left,
-                width,
-                height * width,
-                rows,
-                *corner,
-                *taps,
-                each.flip,
-                down,
-                across,
-            )
-        )
+        part = (top, left, bottom - top, right - left)
+        crops.append((*part, width, height * width, rows, *corner, *taps, each.flip, down, across))
         starts.append(start)
         scales.append(scale)
         start += pixels.numel()

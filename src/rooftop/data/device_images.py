@@ -39,7 +39,7 @@ from rooftop.media.nvjpeg import missing
 # 500 x 375
 GROUP_PIXELS = 64 << 20
 GAIN = 2.5
-"""The GPU decodes if it is this many times as fast as the CPU.
+"""The GPU is chosen if it decodes more than this many times as many images per second as the CPU.
 
 Suppose that the CPU decodes C images/s, that the GPU decodes G images/s, and that the training step alone processes S
 images/s. A GPU that decodes and then trains processes 1 / (1/G + 1/S) images/s. This rate exceeds C if
@@ -282,7 +282,8 @@ def faster_decoding(
         device: the device that trains.
         how, workers: as in `Loader`.
         seconds: duration of each measurement.
-        arrive: decodes a batch on the device.
+        arrive: decodes a batch on the device. None: a `DeviceImages`; the CPU is chosen if `device` is not a GPU or has
+            no NVJPEG.
     """
     assert isinstance(images.transform, ImageTransform)
     if reason := only_on_cpu(images.transform):
@@ -290,8 +291,8 @@ def faster_decoding(
     if arrive is None:
         if device.type != "cuda":
             return DecodingChoice("cpu", "the training runs on the CPU")
-        if reason := missing(device) or "":
-            return DecodingChoice("cpu", reason)
+        if lacking := missing(device):
+            return DecodingChoice("cpu", lacking)
         arrive = DeviceImages(images.transform)
     options: dict[str, Any] = {"shuffle": True, "how": how, "workers": workers, "device": device, "on_damage": "skip"}
     size = min(batch, len(images))

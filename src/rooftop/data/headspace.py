@@ -58,7 +58,8 @@ class Headspace:
 
     Attributes:
         rows: the measured stages, in the order of `STAGES`.
-        workers: number of workers in the loader and in the stages before collate.
+        workers: number of workers in the loader and in the stages before collate. Samples that are not thread-safe
+            are measured in one thread ("sample").
         loading: a text that describes how the loader made batches.
         bounds: name of the slowest stage, which bounds the speed of the training.
         why: a text that explains why this stage is the slowest.
@@ -106,7 +107,7 @@ def headspace(
     loader = Loader(samples, batch, shuffle=True, how=how, workers=workers, ahead=ahead, collate=collate, device=device)
     rates: dict[str, float] = {}
     stages = len(STAGES)
-    some = np.random.default_rng(0).permutation(len(samples))[: max(KEPT, 1)].tolist()
+    some = np.random.default_rng(0).permutation(len(samples))[:KEPT].tolist()
     with loader:
         for stage, rate in _of_samples(samples, some, batch, collate, loader.workers, seconds):
             rates[stage] = rate
@@ -164,10 +165,9 @@ def _of_samples(
             ("decode", _rate(lambda i: staged.decoded(i, contents[i], _generator(i)), some, workers, seconds)),
             ("augment", _rate(lambda i: staged.changed(i, decoded[i], _generator(i)), some, workers, seconds)),
         ]
-    elif getattr(samples, "thread_safe", True):
-        found = [("sample", _rate(lambda i: sample(samples, i, 0, 0), some, workers, seconds))]
     else:
-        found = [("sample", _rate(lambda i: sample(samples, i, 0, 0), some, 1, seconds))]
+        threads = workers if getattr(samples, "thread_safe", True) else 1
+        found = [("sample", _rate(lambda i: sample(samples, i, 0, 0), some, threads, seconds))]
     made = _batch_of(samples, some, batch)
     found.append(("collate", len(made) * _rate(lambda _: collated(made, collate), [0], 1, seconds)))
     return found

@@ -92,7 +92,7 @@ class ImageFolder:
         return Path(self.paths[index]).read_bytes()
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """Return the decoded photograph, in the form that `change` accepts."""
+        """Return the decoded photograph, in the form that `changed` accepts."""
         return decode(self.transform, content, generator, self.name(index))
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> tuple[Any, int]:
@@ -141,10 +141,18 @@ def _pixels(image: Image.Image) -> Tensor:
 
 
 def _photographs(folder: str, ignored: list[str]) -> list[str]:
-    """List the photographs in a folder; add images of other formats, such as GIF, to `ignored`."""
+    """List the photographs in a folder; add images of other formats, such as GIF, to `ignored`.
+
+    Links to folders are followed, except a link to a folder that contains the link.
+    """
     found: list[str] = []
     for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [each for each in folders if not each.startswith(".")]
+        around = os.path.realpath(place) + os.sep
+        folders[:] = [
+            each
+            for each in folders
+            if not each.startswith(".") and not around.startswith(os.path.realpath(os.path.join(place, each)) + os.sep)
+        ]
         for name in sorted(names):
             if name.startswith("."):
                 continue

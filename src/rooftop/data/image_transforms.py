@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rooftop.data.colour_jitter import Colour, draw_jitter, jittered
 from rooftop.data.device_augment import encoded
-from rooftop.data.pixels import NO_OPERATIONS, Pixels
+from rooftop.data.pixels import NO_OPERATIONS, Pixels, colour_constants
 from rooftop.data.rand_augment import Operation, apply_operations, draw_operations
 from rooftop.errors import InputError
 from rooftop.media.images import MEAN, STD, RgbPixels, normalized, rgb_pixels
@@ -114,7 +114,7 @@ class ImageTransform:
     ) -> None:
         if not _is_a(Integral, size) or size < 1:
             raise InputError(f"size is {size!r}: expected an integer of 1 or more")
-        self.size, self.train, self.mean, self.std = size, train, tuple(mean), tuple(std)
+        self.size, self.train, (self.mean, self.std) = size, train, colour_constants(mean, std)
         self.augment, self.normalize = _augment_of(augment), normalize
         if self.later and normalize:
             raise InputError(
@@ -128,9 +128,14 @@ class ImageTransform:
         Args:
             image: RGB, or (3, H, W) uint8 on the CPU.
             generator: source of random numbers; None: no augmentation.
+
+        Raises:
+            InputError: the image is not RGB, or the tensor has another shape or dtype.
         """
         if isinstance(image, Tensor):
             image = _image_of(image)
+        elif image.mode != "RGB":
+            raise InputError(f'the image has mode "{image.mode}": expected RGB, so call image.convert("RGB") first')
         return self.apply(image, self.draw(image.width, image.height, generator))
 
     def decode(
@@ -308,7 +313,7 @@ def _is_a(kind: Any, value: Any) -> bool:
 
 
 def _image_of(pixels: Tensor) -> Image.Image:
-    if pixels.dim() != 3 or pixels.shape[0] != 3 or str(pixels.dtype) != "torch.uint8":
+    if pixels.dim() != 3 or pixels.shape[0] != 3 or pixels.dtype != torch.uint8 or not pixels.numel():
         raise InputError(
             f"an image has shape {tuple(pixels.shape)} and dtype {pixels.dtype}: expected (3, H, W), torch.uint8"
         )

@@ -64,7 +64,7 @@ class Loader:
             times the first batches of these ways, and chooses a fast one (`choosing`).
         workers: number of threads or processes of this rank, at most 16 per CPU; 0: the number of CPUs divided by the
             number of ranks on this machine, at most 32.
-        ahead: batches that are made in advance.
+        ahead: number of batches that threads or processes make in advance.
         collate: makes a batch from a list of samples. With PyTorch's `default_collate`, all workers share the work of
             each batch. With another function, one worker makes a whole batch, and at least one batch per worker is made
             in advance.
@@ -74,9 +74,9 @@ class Loader:
             samples than without repeats.
         rank, ranks: this rank, and the number of ranks. Each rank gets consecutive samples of each batch, divided as
             evenly as possible.
-        arrive: called with (batch, loader's device, whether damaged samples are skipped) in the thread that copies
-            batches; returns the changed batch. Example: `DeviceImages` decodes files on a GPU. None: batches are not
-            changed.
+        arrive: called with (batch as a `Made`, loader's device, whether damaged samples are skipped) in the thread that
+            copies batches; returns the changed `Made`. Example: `DeviceImages` decodes files on a GPU. None: batches
+            are not changed.
         device: device of the batches. Batches are copied from pinned memory while the steps run. None: batches stay on
             the CPU.
         on_damage: "stop" raises at a sample that cannot be read; "skip" leaves the sample out, so that its batch is
@@ -129,7 +129,8 @@ class Loader:
         safe = getattr(samples, "thread_safe", True)
         ways = (how,) if how != "auto" else _worth_trying(self.workers, self._copies.pins, safe)
         self._choice = Choice(ways, self.workers, self._copies.pins)
-        self._processes: Processes | None = None
+        self._processes: Processes | None = None  # for the next iteration too
+        self._in_use = False  # whether an iteration that has not ended uses `_processes`
         self.epoch, self.waited_s = 0, 0.0
         self.skipped: list[Damaged] = []
 
@@ -155,7 +156,8 @@ class Loader:
     def batches(self, epoch: int, start: int = 0, epochs: int = 1) -> Iterator[LoadedBatch]:
         """Yield the batches of one or more epochs, from batch `start` of the first epoch.
 
-        The first batches of an epoch are made while the consumer uses the last batches of the previous epoch.
+        The first batches of an epoch are made while the consumer uses the last batches of the previous epoch. Several
+        iterations may run at the same time; each further one starts its own worker processes.
 
         Raises:
             InputError: the call raises at once if `start` is not in 0..`len(self)`, `epoch` is below 0, or `epochs` is
@@ -185,8 +187,6 @@ class Loader:
                     if number % len(self) == 0:
                         self._check_readable(found, skipped)
                         found, skipped = 0, len(self.skipped)
-            except GeneratorExit:
-                raise
             except Exception as error:
                 if way in (None, "here") or isinstance(error, InputError):
                     raise
@@ -216,6 +216,8 @@ class Loader:
         finally:  # the processes survive for the next epoch if every batch was delivered
             if delivered < count or way is not self._processes or self._choice.chosen not in (None, "processes"):
                 self._close(way)
+            else:
+                self._in_use = False
 
     def _timed(self, way: Way, trial: str | None, epoch: int, numbers: range) -> Iterator[tuple[Made, Copied]]:
         """Make batches. In a trial, also record the seconds per batch: the time from the first task to the end of the
@@ -260,13 +262,16 @@ class Loader:
             return Here(self._job)
         if name == "threads":
             return Threads(self._job, self.workers, self.ahead)
+        if self._in_use:  # a second iteration at the same time has its own processes
+            return Processes(self._job, self.workers, self.ahead)
         if self._processes is None:
             self._processes = Processes(self._job, self.workers, self.ahead)
+        self._in_use = True
         return self._processes
 
     def _close(self, way: Way) -> None:
         if way is self._processes:
-            self._processes = None
+            self._processes, self._in_use = None, False
         way.close()
 
     @property
@@ -278,7 +283,6 @@ class Loader:
         """End the worker processes.
 
         Without this call, the processes wait for the next epoch until the loader is deleted or the program ends.
-
         Leaving a loop over batches early also ends the processes.
         """
         if self._processes is not None:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch import multiprocessing as torch_multiprocessing
 
-from rooftop.data.pieces import Job, Made, joined
+from rooftop.data.pieces import Job, Made, flat_bytes, joined
 from rooftop.data.ways import batches_in_flight
 from rooftop.errors import LoadingError
 from rooftop.hardware.page_faults import keep_memory
@@ -131,7 +131,7 @@ class Processes:
         return _Reader(io.BytesIO(content), worker.slots.get(slot), copy, pin).load()
 
     def _received(self, worker: _Worker, batch: tuple[int, int] | None = None) -> tuple[bytes, int]:
-        """Receive a piece from a process, and the size of its slot if the process replaced the slot.
+        """Receive a pickled piece from a process, and the size of its new slot; 0 if the process kept the slot.
 
         Raises:
             LoadingError: the process has ended.
@@ -312,7 +312,7 @@ def _written(made: Made) -> tuple[bytes, list[tuple[int, Tensor]], int]:
 
 
 def _put(slot: Tensor, offset: int, tensor: Tensor) -> None:
-    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    content = flat_bytes(tensor).numpy()
     np.copyto(slot[offset : offset + len(content)].numpy(), content)
 
 

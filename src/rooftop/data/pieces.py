@@ -209,8 +209,12 @@ def _plain(tensor: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> Any:
     """View a tensor of any dtype as a NumPy array, (rows, bytes per row), because NumPy copies in a single thread."""
-    whole = tensor.contiguous()
-    rows = whole.shape[0]
-    if whole.numel() == 0:
+    rows = tensor.shape[0]
+    if tensor.numel() == 0:
         return np.empty((rows, 0), dtype=np.uint8)
-    return whole.reshape(-1).view(torch.uint8).numpy().reshape(rows, -1)
+    return flat_bytes(tensor).numpy().reshape(rows, -1)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor of any dtype, (bytes,) uint8: a view if the tensor is contiguous."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

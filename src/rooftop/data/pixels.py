@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftop.data.device_augment import ENTRIES, augmented
+from rooftop.errors import InputError
 from rooftop.media.images import MEAN, STD
 
 NO_OPERATIONS = torch.zeros(0, ENTRIES, dtype=torch.float64)
@@ -44,20 +45,31 @@ class Normalizer:
     Args:
         mean, std: mean and standard deviation of the red, green and blue values in 0..1.
         channels_last: whether the result is channels last in memory.
+
+    Raises:
+        InputError: `mean` or `std` is not three numbers, or a standard deviation is not above 0.
     """
 
     def __init__(
         self, mean: Sequence[float] = MEAN, std: Sequence[float] = STD, *, channels_last: bool = False
     ) -> None:
-        self._rows = [[255.0] * 3, list(mean), list(std)]
+        self._rows = [[255.0] * 3, *colour_constants(mean, std)]
         self._channels_last = channels_last
         self._constants: dict[torch.device, Tensor] = {}  # made once per device, because their copy waits for the GPU
 
     def __call__(self, pixels: Pixels) -> Tensor:
         """Apply the remaining RandAugment operations, then normalize.
 
-        Returns (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the image is erased."""
+        Returns (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the image is erased.
+
+        Raises:
+            InputError: the pixels are not a batch.
+        """
         values, erased, operations = Pixels(*pixels)
+        if values.dim() != 4:
+            raise InputError(
+                f"pixels are {tuple(values.shape)}: expected a batch, (N, H, W, 3); for one image, use image()"
+            )
         if operations.numel():  # by default there are none, and this empty tensor is on the CPU
             values = augmented(values, operations)
         normal = self._normal(values)
@@ -79,6 +91,17 @@ class Normalizer:
         scale, mean, std = constants
         # divide by tensors: instead of dividing by a Python number, PyTorch multiplies by its rounded inverse
         return values.float().div_(scale).sub_(mean).div_(std)
+
+
+def colour_constants(mean: Sequence[float], std: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Check the mean and the standard deviation of the three colours, and return both as tuples.
+
+    Raises:
+        InputError: not three numbers each, or a standard deviation is not above 0.
+    """
+    if len(mean) != 3 or len(std) != 3 or not all(value > 0 for value in std):
+        raise InputError(f"mean is {mean!r} and std is {std!r}: expected three numbers each, and std above 0")
+    return tuple(mean), tuple(std)
 
 
 def _between(start: Tensor, end: Tensor, count: int) -> Tensor:

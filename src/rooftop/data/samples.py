@@ -50,14 +50,18 @@ class StagedSamples(Samples, Protocol):
         """The sample's bytes on disk."""
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """Decode the content to an image, which is not augmented yet; draws the augmentation from `generator`."""
+        """Decode the content to an image. The augmentation is drawn from `generator` now; `changed` applies it."""
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
-        """Make the sample from the decoded image; the augmentation uses `generator`."""
+        """Make the sample from the result of `decoded`. Augmentation that is not drawn yet uses `generator`."""
 
 
 def sample(samples: Samples, index: int, seed: int, epoch: int, copy: int = 0) -> Any:
-    """Return a sample of an epoch, the same in every process and thread. Each copy has its own augmentation."""
+    """Return a sample of an epoch.
+
+    `draw` of a data set gets a generator that depends only on the arguments. So the sample is the same in every
+    process and thread, and each copy has its own augmentation. For a data set without `draw`, this is `samples[index]`.
+    """
     draw = getattr(samples, "draw", None)  # faster than isinstance with the protocol
     if draw is not None:
         return draw(index, np.random.default_rng((seed, epoch, index, copy) if copy else (seed, epoch, index)))
@@ -73,11 +77,18 @@ class Part:
     Unlike `torch.utils.data.Subset`, a `Part` keeps the augmentation and the names of the samples.
 
     Raises:
-        InputError: an index is out of the data set's range.
+        InputError: the indices are not a list of integers (for example a mask), or one is out of the data set's
+            range.
     """
 
     def __init__(self, samples: Samples, indices: Sequence[int]) -> None:
-        self.samples, self.indices = samples, np.asarray(indices, dtype=np.int64)
+        given = np.asarray(indices)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise InputError(
+                f"indices of shape {given.shape} and dtype {given.dtype}: expected a list of integers; for a mask, "
+                "pass np.flatnonzero(mask)"
+            )
+        self.samples, self.indices = samples, given.astype(np.int64)
         if len(self.indices) and not 0 <= self.indices.min() <= self.indices.max() < len(samples):
             raise InputError(
                 f"indices from {self.indices.min()} to {self.indices.max()}: expected 0 to {len(samples) - 1}"

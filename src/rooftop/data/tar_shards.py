@@ -70,8 +70,9 @@ class TarShards:
     Python objects, npy to a tensor. Other files stay bytes.
 
     Raises:
-        InputError: there are no shards, or a shard is not a tar file or has no samples. `data[i]` raises InputError if
-            the sample lacks a field, is damaged, or is incomplete because its shard is cut off.
+        InputError: there are no shards, a shard is not a tar file or has no samples, or `fields` is one string.
+            `data[i]` raises InputError if the sample lacks a field, is damaged, or is incomplete because its shard is
+            cut off.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class TarShards:
         transform: Transform | None = None,
         fields: Sequence[str] | None = (IMAGE, CLASS),
     ) -> None:
+        if isinstance(fields, str):
+            raise InputError(f"fields is the string {fields!r}: expected a sequence such as ({fields!r},)")
         self.paths = _shards(paths)
         self.transform, self.fields = transform, None if fields is None else tuple(fields)
         found = in_order(lambda numbered: list(_entries(*numbered)), enumerate(self.paths))
@@ -89,11 +92,12 @@ class TarShards:
         return len(self._index)
 
     def __getitem__(self, index: int) -> Any:
-        return self._sample(self._index[index], None)
+        return self.draw(index, None)
 
-    def draw(self, index: int, generator: np.random.Generator) -> Any:
+    def draw(self, index: int, generator: np.random.Generator | None) -> Any:
         """Return a sample; the transform augments its photographs with random numbers from this generator."""
-        return self._sample(self._index[index], generator)
+        entry = self._index[index]
+        return self._sample(entry, lambda ending: self._value(entry, ending, generator))
 
     def name(self, index: int) -> str:
         """The shard's path and the sample's key."""
@@ -138,17 +142,18 @@ class TarShards:
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
         """Transform a photograph from `decoded`; return the sample with all its fields."""
         entry, image = self._index[index], change(self.transform, decoded, generator)
-        fields = self.fields or (IMAGE,)
-        return tuple(
-            image if name == IMAGE else self._value(entry, self._ending(entry, name), generator) for name in fields
+        photograph = self._ending(entry, IMAGE)
+        return self._sample(
+            entry, lambda ending: image if ending == photograph else self._value(entry, ending, generator)
         )
 
-    def _sample(self, entry: _Entry, generator: np.random.Generator | None) -> Any:
+    def _sample(self, entry: _Entry, value: Callable[[str], Any]) -> Any:
+        """Make a sample; `value` reads and decodes the file with a suffix."""
         if self.fields is not None:
-            return tuple(self._value(entry, self._ending(entry, name), generator) for name in self.fields)
+            return tuple(value(self._ending(entry, name)) for name in self.fields)
         if entry.wrong is not None:
             raise InputError(entry.wrong)
-        return {"__key__": entry.key, **{ending: self._value(entry, ending, generator) for ending in entry.files}}
+        return {"__key__": entry.key, **{ending: value(ending) for ending in entry.files}}
 
     def _ending(self, entry: _Entry, name: str) -> str:
         """The suffix of a field's file."""
@@ -291,7 +296,7 @@ def _shards(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
         raise InputError(f"{paths}: no tar files found; compressed ones, such as .tar.gz, must be unpacked first")
     for path in found:
         if not path.is_file():
-            raise InputError(f"{path} does not exist")
+            raise InputError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
     return found
 
 

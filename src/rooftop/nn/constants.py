@@ -38,10 +38,11 @@ def constant(
 ) -> Callable[Concatenate[Module, Arguments], Result]:
     """Mark a method whose result, a tensor or a tuple of tensors, depends only on parameters, buffers and arguments.
 
-    The arguments may be numbers, dtypes, devices and parameters; calls with keywords are not cached. The result must
-    not be changed in place. After `keep_constants`, results are cached for the first eight different sets of arguments,
-    and computed in each call for all further sets. No cached result is ever dropped, since CUDA graphs may read it. The
-    cache is not used in training mode, under autocast, if the result needs a gradient, or within a capture.
+    The arguments may be numbers, dtypes, devices and parameters. Calls with keywords, other tensors or unhashable
+    arguments are not cached. The result must not be changed in place. After `keep_constants`, results are cached for
+    the first eight different sets of arguments, and computed in each call for all further sets. No cached result is
+    ever dropped, since CUDA graphs may read it. The cache is not used in training mode, under autocast, or in
+    `torch.compile`. A result that needs a gradient, or is computed within a capture, is not cached.
     """
 
     @wraps(method)
@@ -68,8 +69,8 @@ def keep_constants(model: nn.Module) -> tuple[str, ...]:
     """From now on, compute results of the methods with `@constant` only once. The model's parameters and buffers must
     not change any more.
 
-    A module caches nothing if it or a submodule has hooks, because a cached result would not call the hooks. Copies of
-    the model cache nothing either.
+    A module caches nothing if it or a submodule has hooks, because a cached result would not call the hooks. A copy of
+    the model begins with an empty cache.
 
     Returns:
         The methods with cached results, each as "<name of the module>.<name of the method>".
@@ -91,8 +92,9 @@ def kept_bytes(model: nn.Module) -> int:
 
 
 def _lasting(arguments: tuple[object, ...], options: dict[str, object]) -> bool:
-    """Whether the arguments can be a cache key: no tensors except parameters, and no keywords."""
-    return not options and all(isinstance(each, nn.Parameter) or not isinstance(each, Tensor) for each in arguments)
+    """Whether the arguments can be a cache key: no keywords, no tensors except parameters, all hashable."""
+    kinds_fit = all(isinstance(each, nn.Parameter) or not isinstance(each, Tensor) for each in arguments)
+    return not options and kinds_fit and all(isinstance(each, Hashable) for each in arguments)
 
 
 def _can_be_kept(tensor: Tensor) -> bool:

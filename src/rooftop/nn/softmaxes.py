@@ -9,7 +9,7 @@ from rooftop.kernels import log_softmax, softmax
 
 
 class Softmax(torch.nn.Softmax):
-    """`torch.nn.Softmax`, computed by `rooftop.kernels.softmax`. If `dim` is None, the last dimension is used."""
+    """`torch.nn.Softmax`, computed by `rooftop.kernels.softmax`. By default, `dim` is the last dimension."""
 
     def __init__(self, dim: int = -1) -> None:
         super().__init__(dim)
@@ -20,9 +20,7 @@ class Softmax(torch.nn.Softmax):
 
 
 class LogSoftmax(torch.nn.LogSoftmax):
-    """`torch.nn.LogSoftmax`, computed by `rooftop.kernels.log_softmax`. If `dim` is None, the last dimension
-    is used.
-    """
+    """`torch.nn.LogSoftmax`, computed by `rooftop.kernels.log_softmax`. By default, `dim` is the last dimension."""
 
     def __init__(self, dim: int = -1) -> None:
         super().__init__(dim)

@@ -36,6 +36,13 @@ def test_epochs_and_steps() -> None:
     ]
 
 
+def test_a_run_has_at_least_one_update_of_the_averaged_weights() -> None:
+    recipe = Recipe.of({"run": {"batch": 20, "epochs": 2}, "ema": {"decay": 0.9, "every": 32}})
+    with pytest.raises(InputError, match=r"ema\.every is 32, but .* only 10 steps.*set ema\.every to at most 10"):
+        Lengths.of(recipe, 100, 1)
+    assert Lengths.of(recipe.with_values(["run.steps=32"]), 100, 1).steps == 32
+
+
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 20))
 def test_steps_go_through_the_epochs_in_order(samples: int, batch: int, epochs: int) -> None:
     found = lengths(samples, batch=batch, epochs=epochs)

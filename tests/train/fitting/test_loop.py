@@ -35,6 +35,7 @@ from rooftop.train.fitting import (
 )
 from rooftop.train.fitting.lengths import Lengths
 from rooftop.train.fitting.readings import Reading
+from rooftop.train.fitting.run_folders import identity_of
 from rooftop.train.fitting.states import same_state
 from rooftop.train.fitting.stepping import Stepper, dropout_seed, generator_of
 from rooftop.train.recipes.recipe import Recipe
@@ -490,6 +491,36 @@ def test_killed_three_times_it_ends_with_the_same_bits(how: str, ranks: int, for
     assert [each.loss for each in steps] == [each.loss for each in read_metrics(one / "metrics.jsonl")[0]]
     assert [each.step for each in evaluations] == [10, 20]
     assert len(list((other / "checkpoints").glob("*"))) == 3  # the last two, and `latest`
+
+
+class Named:
+    """Samples with an array of texts, which are new objects in each call, and a sparse tensor."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        self.kept.append(np.array([f"name {index}"], dtype=object))
+        return self.kept[-1], index
+
+
+class Sparse:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.eye(3).to_sparse()
+
+
+def test_the_identity_of_data_is_that_of_their_values() -> None:
+    data = Named()
+    first, again = (identity_of(task(valid=data), recipe())["data"]["valid"]["content"] for _ in range(2))
+    assert first == again
+    assert len(set(first)) == 3
+    assert identity_of(task(valid=Sparse()), recipe())["data"]["valid"]["content"] == ["RuntimeError"]
 
 
 def test_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:

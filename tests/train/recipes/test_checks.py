@@ -39,6 +39,8 @@ def task(model: nn.Module | None = None, **fields: Any) -> Task:
         ("ema.decay=much", r"expected a number$"),
         ("run.seed=100000000000000000000", r"expected an integer from 0 to 2\*\*63 - 1$"),
         ("model.options={num_classes=7}", r"expected no 'num_classes' here: set model\.num_classes$"),
+        ("model.options={size={since=2020-01-01}}", r"model\.options\.size is .*, which a recipe cannot store"),
+        ("model.options={rate=nan}", r"model\.options\.rate is nan, which a recipe cannot store"),
     ],
 )
 def test_a_value_of_a_wrong_type_is_an_error_with_the_right_value(text: str, message: str) -> None:

@@ -60,7 +60,7 @@ def test_a_published_recipe_is_whole() -> None:
 def test_a_file_of_the_same_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("swin-t").write_text("[run]\nepochs = 1\n")
-    assert Recipe.read(Path("swin-t")).run.epochs == 1
+    assert Recipe.read("swin-t").run.epochs == 1
 
 
 def test_names_that_there_are_not() -> None:

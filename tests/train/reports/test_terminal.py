@@ -119,4 +119,5 @@ def test_a_value_keeps_its_first_digits(value: float) -> None:
 
 def test_times_and_decimals_read_well() -> None:
     assert [seconds_text(each) for each in (4.24, 185, 7805)] == ["4.2 s", "3 min 5 s", "2 h 10 min"]
+    assert [seconds_text(each) for each in (59.96, 179.7, 3599.7)] == ["1 min 0 s", "3 min 0 s", "1 h 0 min"]
     assert [decimals_of(scale) for scale in (0.97, 12.3, 4567, 1.0, 0.0)] == [4, 2, 0, 3, 4]

@@ -212,7 +212,10 @@ def test_tar_files_train_as_folders_do(
 def test_tar_files_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     data = sharded(folder, tmp_path / "shards", {"": range(3)})
     (data / "classes.txt").write_text("blue\nblue\n")
-    with pytest.raises(InputError, match=r"classes.txt has 1 different names, but the data have 2 classes"):
+    with pytest.raises(InputError, match=r"classes.txt has the name blue several times"):
+        built("resnet", str(data), channels=8)
+    (data / "classes.txt").write_text("blue\n")
+    with pytest.raises(InputError, match=r"classes.txt has 1 names, but the data have 2 classes"):
         built("resnet", str(data), channels=8)
     (data / "classes.txt").unlink()
     task, _ = built("resnet", str(data), channels=8)

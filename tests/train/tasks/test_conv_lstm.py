@@ -119,3 +119,6 @@ def test_what_are_no_videos(clip: Path, tmp_path: Path) -> None:
         built(str(clip), "model.options={frames=12}")
     with pytest.raises(InputError, match=r"model.name is 'resnet18': these data need colour_next_frame_network"):
         built(str(clip), *TINY, 'model.name="resnet18"')
+    for name, value, least in (("frames", "1", 2), ("frames", '"x"', 2), ("together", "0", 1)):
+        with pytest.raises(InputError, match=rf"model.options has {name}=.*: expected an integer of {least} or more"):
+            built("digits", f"model.options={{{name}={value}}}")

@@ -87,3 +87,6 @@ def test_what_is_no_data() -> None:
         built("clouds/")
     with pytest.raises(InputError, match=r"model.options has 'depth': expected beams, turn"):
         built("scans", "model.options={depth=3}")
+    for option in ("planes=5", "planes=[0]", "scans=0", 'beams="x"', "turn=1.5", "voxel_m=-1.0", 'voxel_m="x"'):
+        with pytest.raises(InputError, match=rf"model.options has {option.partition('=')[0]}=.*: expected"):
+            built("scans", f"model.options={{{option}}}")

@@ -103,6 +103,7 @@ def write_file(
 
     Args:
         contents: the bytes of each piece; the next piece is requested after the previous one is written.
+        before_each_block: called before each block is written.
 
     Raises:
         OSError: the file cannot be written.

@@ -141,7 +141,7 @@ def last_step(folder: Path) -> Path | None:
         return None
     if not (folder / LATEST).is_file():
         return steps[-1][1]
-    name = (folder / LATEST).read_text(encoding="utf-8").strip()
+    name = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     if folder / name not in {path for _, path in steps}:
         raise InputError(
             f"{folder / LATEST} names {name!r}, but this step does not exist; complete steps are "

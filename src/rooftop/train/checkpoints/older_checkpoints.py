@@ -74,9 +74,7 @@ class OlderTensors:
 
     def _add(self, part: Mapping[str, Any], shards: Mapping[str, Shard]) -> None:
         weights: Mapping[str, Tensor] = part["weights"]
-        named = [*weights.items()]
-        counted = [name for name, weight in named if weight.dim() > 1]
-        counted += [name for name, weight in named if weight.dim() < 2]
+        counted = sorted(weights, key=lambda name: weights[name].dim() < 2)  # a stable sort keeps the model's order
         for number, name in enumerate(counted):
             weight, shard = weights[name], shards.get(name)
             self._add_one(name, shard, weight)

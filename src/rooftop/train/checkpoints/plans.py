@@ -24,7 +24,9 @@ from rooftop.parallel import Shard
 from rooftop.train.checkpoints.files import BLOCK_BYTES, ITEM_BYTES, FilePiece
 
 EVEN = 8
-"""A tensor that several ranks hold is cut into parts of at most 1/8 of the bytes that a rank writes on average."""
+"""A tensor that several ranks hold is cut into parts of about 1/8 of the bytes that a rank writes on average, or of
+`BLOCK_BYTES` if this is more.
+"""
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,8 @@ DTYPES = {
 }
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 BATCH_BYTES = 64 << 20
-"""Maximum number of bytes that are read at a time.
-
-A reader needs this number of bytes in memory, in addition to the memory of the tensor to fill.
+"""Number of bytes that are read at a time, rounded up to whole rows and whole blocks. A reader needs this much memory,
+in addition to the memory of the tensor to fill.
 """
 AGAIN = "continue with another step of this folder, or with a copy"
 
@@ -270,7 +269,7 @@ class SavedTensors:
         """Read all data, and verify all checksums.
 
         Args:
-            progress: called with (the tensor, the fraction done).
+            progress: called with (text that names the tensor, the fraction done).
 
         Raises:
             InputError: a block is damaged; the message names its tensor and file.
@@ -296,7 +295,8 @@ class SavedTensors:
 
 
 def _batches(of: tuple[slice, ...], size: tuple[int, ...], item_bytes: int) -> list[tuple[int, int]]:
-    """Split the needed rows of a piece into ranges of at most `BATCH_BYTES` each; a scalar has one range, (0, 1)."""
+    """Split the needed rows of a piece into ranges of at most `BATCH_BYTES`, or of one row if a row has more bytes. A
+    scalar has one range, (0, 1)."""
     if not of:
         return [(0, 1)]
     rows = max(1, BATCH_BYTES // max(1, prod(size[1:]) * item_bytes))

@@ -85,8 +85,9 @@ class Saver:
         self._agreement = Agreement(3)
         self._token = self._agreement.gathered(secrets.token_hex(4))[0]
         self._steps, self._saves = 0, 0
+        self._asked = False  # whether a rank asked to stop; the wait for a save may hear this before `after_step`
         self._phase = NOTHING  # phase of the save; `_phase` and `_parts` are equal on all ranks
-        self._parts = 0
+        self._parts = 0  # number of phases that were started, of all saves
         self._task: _Task | None = None
         self._process: WritingProcess | None = None
         self._staging: Staging | None = None
@@ -193,7 +194,9 @@ class Saver:
         """
         self._steps += 1
         with self._blocking():
-            return self._agree(stop)
+            self._agree(stop)
+        asked, self._asked = self._asked, False
+        return asked
 
     def wait(self) -> Path | None:
         """Wait for the save in progress; return `saved`.
@@ -212,16 +215,17 @@ class Saver:
                 self._task.join(POLL_S)  # a short wait, because the other ranks need this rank's next exchange
             self._agree(False)
 
-    def _agree(self, stop: bool) -> bool:
+    def _agree(self, stop: bool) -> None:
+        """Exchange with all ranks whether to stop and how far the save is; continue the save if all ranks are ready."""
         task = self._task
         ended, failed = (True, False) if task is None else (task.ended, task.error is not None)
         done = self._parts if ended and not failed else self._parts - 1
         stopping, failing, all_done = self._agreement.exchange([-int(stop), -int(ended and failed), done])
+        self._asked = self._asked or bool(stopping)
         if failing:
             self._raise_on_all_ranks(task.error if task is not None and task.ended else None)
         if self._phase and all_done == self._parts:
             self._go_on()
-        return bool(stopping)
 
     def _go_on(self) -> None:
         """Start the next phase of a save, after all ranks have finished the current one."""

@@ -32,7 +32,8 @@ class Lengths:
         """Compute the numbers of steps for a training with this number of samples.
 
         Raises:
-            InputError: there are fewer samples than ranks, or a batch cannot be split evenly.
+            InputError: there are fewer samples than ranks, a batch cannot be split evenly, or the run is too short for
+                one update of the averaged weights.
         """
         run = recipe.run
         if samples < ranks:
@@ -55,11 +56,17 @@ class Lengths:
                 f"over all ranks{instead}"
             )
         per_epoch = samples // batch
+        steps = run.steps or max(1, round(run.epochs * per_epoch))
+        if recipe.ema.decay and recipe.ema.every > steps:
+            raise InputError(
+                f"ema.every is {recipe.ema.every}, but the run has only {steps} steps, so the averaged weights would "
+                f"stay the initial weights: set ema.every to at most {steps}, or ema.decay=0"
+            )
         return cls(
             batch=batch,
             parts=1 if few else run.accumulate,
             per_epoch=per_epoch,
-            steps=run.steps or max(1, round(run.epochs * per_epoch)),
+            steps=steps,
             between_evaluations=max(1, round(recipe.evaluation.every * per_epoch)),
             between_saves=save_every or per_epoch,
         )

@@ -4,9 +4,8 @@
 
 `stepping.Stepper` runs each step. The loop decides when to read losses, evaluate the model, save the state, and end.
 The loop reads the results of steps from the device once every `interval` steps, before each evaluation and save, and
-after the first and the last step.
-Between evaluations and saves the next step is launched before the loop waits for the results, so that the device never
-waits for Python.
+after the first and the last step. Between evaluations and saves the next step is launched before the loop waits for the
+results, so that the device never waits for Python.
 
 `resume=True` continues a killed training from its last checkpoint. The results are bit-identical to those of an
 uninterrupted training; on a GPU this needs run.deterministic. Sample order and augmentation depend only on seed,
@@ -186,8 +185,8 @@ class _Fitting:
         self.last: EvaluationRecord | None = None
         self.worse = 0  # number of evaluations since the best one
         self.skipped = 0  # number of consecutive skipped steps
-        self.reason = ""
-        self.before = 0
+        self.reason = ""  # why the training ends, as in `Fitted`; "" while it runs
+        self.before = 0  # number of steps of earlier runs, up to the loaded checkpoint
         self._looked_at: Counter[str] = Counter()  # number of entries of each loader's `skipped` that were reported
         self._damaged: set[tuple[str, int]] = set()  # damaged samples that were already reported
         self._loading_told = False

@@ -12,7 +12,6 @@ three kernel launches per dtype instead of three per tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 
 import torch
 from torch import Tensor
@@ -59,7 +58,7 @@ class _Room:
         self.all_before = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
         self.all_after = torch.empty_like(self.all_before)
         self.before, self.after = (
-            [part[: prod(shape)].view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
+            [part.view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
             for whole in (self.all_before, self.all_after)
         )
 

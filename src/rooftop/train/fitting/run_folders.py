@@ -26,10 +26,10 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from rooftop.data.pieces import flat_bytes
 from rooftop.data.samples import Samples, sample
 from rooftop.errors import InputError
 from rooftop.train.checkpoints.files import ITEM_BYTES, FilePiece
@@ -105,19 +105,23 @@ def _described(samples: Samples | None) -> dict[str, Any] | None:
 
 
 def _content(samples: Samples, index: int) -> int | str:
-    """A checksum of all numbers and strings in a sample; for a damaged sample, the name of the error's type."""
+    """A checksum of the tensors, arrays, strings and Python numbers in a sample.
+
+    For a damaged sample, or one with a tensor that has no plain bytes (a sparse one), the name of the error's type.
+    """
+    found = 0
     try:
-        leaves = pytree.tree_leaves(sample(samples, index, 0, 0))
+        for leaf in pytree.tree_leaves(sample(samples, index, 0, 0)):
+            if isinstance(leaf, Tensor):
+                leaf = flat_bytes(leaf.detach().cpu()).numpy()
+            if isinstance(leaf, np.ndarray) and leaf.dtype.hasobject:  # its bytes are addresses
+                found = crc32(repr(leaf.tolist()).encode(), found)
+            elif isinstance(leaf, np.ndarray):
+                found = crc32(np.ascontiguousarray(leaf).tobytes(), found)
+            elif isinstance(leaf, str | bytes | int | float):
+                found = crc32(repr(leaf).encode(), found)
     except Exception as error:  # a damaged sample is reported when the training reads it
         return type(error).__name__
-    found = 0
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if isinstance(leaf, np.ndarray):
-            found = crc32(np.ascontiguousarray(leaf).tobytes(), found)
-        elif isinstance(leaf, str | bytes | int | float):
-            found = crc32(repr(leaf).encode(), found)
     return found
 
 
@@ -256,6 +260,4 @@ class RunFolder:
 
 def _piece(name: str, tensor: Tensor) -> FilePiece:
     shape = tuple(tensor.shape)
-    if tensor.dtype not in KINDS:
-        raise TypeError(f"{name} is {tensor.dtype}: a checkpoint stores only {', '.join(KINDS.values())}")
     return FilePiece(name, KINDS[tensor.dtype], shape, (0,) * len(shape), shape)

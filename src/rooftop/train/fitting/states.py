@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftop.data.pieces import flat_bytes
 from rooftop.train.checkpoints.saved_tensors import KINDS
 
 PLAIN = (str, bool, int, float, type(None))
@@ -37,7 +38,7 @@ def taken_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         if state.dtype in KINDS:
             tensors[name] = state.detach()
             return {"tensor": name}
-        tensors[name] = _bytes(state.detach())
+        tensors[name] = flat_bytes(state.detach())
         return {"tensor": name, "dtype": str(state.dtype).removeprefix("torch."), "shape": list(state.shape)}
     if isinstance(state, PLAIN):
         return state
@@ -86,8 +87,4 @@ def same_state(one: Any, other: Any) -> bool:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return torch.equal(_bytes(one.cpu()), _bytes(other.cpu()))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(flat_bytes(one.cpu()), flat_bytes(other.cpu()))

@@ -108,6 +108,7 @@ class Stepper:
         """Accumulate the gradients of this rank's parts in `.grad`.
 
         Args:
+            scaled: whether the losses are multiplied by the scale of the gradient scaler; without fp16, the scale is 1.
             summing: whether the last backward pass starts to sum gradients over the ranks; `_summed` completes the
                 sums.
             replayed: whether to replay the model, if the recipe sets run.replay. Hooks of modules do not run in a

@@ -91,8 +91,12 @@ def run_steps(
         DivergedError: a loss or a norm is not finite; all ranks raise this.
         ModelRunError: memory ran out.
         OSError: a checkpoint cannot be written; all ranks raise this.
-        ValueError: `save_interval`, `keep_last` or async_save=False is passed without `save`.
+        ValueError: `interval` or `save_interval` is below 1, or `save_interval`, `keep_last` or async_save=False is
+            passed without `save`.
     """
+    for name, steps in (("interval", interval), ("save_interval", save_interval)):
+        if steps is not None and steps < 1:
+            raise ValueError(f"run_steps: {name} is {steps}: expected 1 or more steps")
     if save is None and (save_interval is not None or keep_last is not None or not async_save):
         raise ValueError(
             "run_steps: save_interval, keep_last and async_save=False need save, the folder of the checkpoints: give "

@@ -72,7 +72,7 @@ class GptTrainer:
         schedule: schedule of the pipeline; None without a pipeline.
 
     Raises:
-        InputError: a row (data set) of tokens is too short for one sequence.
+        InputError: a data set is too short for one sequence.
         InputError, WeightsError, MissingExtraError: `initial` cannot be read or does not fit `training.config`.
         ValueError: see `GptTraining.check`.
     """
@@ -122,9 +122,8 @@ class GptTrainer:
         self._pipeline = self._made_pipeline(self.schedule) if self.schedule is not None else None
         self._replayed = Replayed(self._gradients_of, device) if training.cuda_graph else None
         self._held: Held | None = None
-        self._captured: list[
-            tuple[Tensor, Tensor]
-        ] = []  # the model's parameters, with the memory that a CUDA graph reads
+        # the model's parameters, each with the memory that the CUDA graph reads
+        self._captured: list[tuple[Tensor, Tensor]] = []
 
     def _made_model(self, dtype: torch.dtype, device: torch.device, fully_shard: bool) -> Gpt | GptStages:
         """Create this rank's part of the model.

@@ -128,6 +128,7 @@ class AdamW(torch.optim.AdamW):
 
         Raises:
             TypeError, ValueError: the scale is not a tensor of one element.
+            ValueError: a parameter and its optimizer state differ in shape.
             RuntimeError: a gradient is sparse, or other tensors have replaced the model's parameters (`load_state_dict`
                 with assign=True). If this error is raised, no parameter is updated.
         """

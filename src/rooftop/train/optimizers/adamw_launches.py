@@ -143,7 +143,6 @@ class AdamWPlan:
             gradients: gradients of the parameters, in any floating dtype.
             options: options of AdamW.
             scale: factor for all gradients, () on the device; or None.
-
         """
         if self._shared:
             gradients = [*map(local_of, gradients)]

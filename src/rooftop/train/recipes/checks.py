@@ -7,7 +7,7 @@ from torch import nn
 from rooftop.errors import InputError
 from rooftop.train.recipes.freezing import matching
 from rooftop.train.recipes.layers import layers_of
-from rooftop.train.recipes.muon import hidden_matrices
+from rooftop.train.recipes.muon import check_trained, hidden_matrices
 from rooftop.train.recipes.optimizers import check_momentum
 from rooftop.train.recipes.rates import check_parts
 from rooftop.train.recipes.recipe import Recipe
@@ -96,8 +96,5 @@ def _check_model(recipe: Recipe, model: nn.Module) -> None:
         layers_of(model)
     if given.name == "sgd":
         check_momentum(given)
-    if given.name == "muon" and hidden_matrices(model).isdisjoint(trained):
-        raise InputError(
-            f"{type(model).__name__} has no trained matrices in hidden layers, which Muon needs: set "
-            "optimizer.name=adamw"
-        )
+    if given.name == "muon":
+        check_trained(model, hidden_matrices(model), trained)

@@ -10,7 +10,7 @@ and weight decay.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -39,11 +39,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], given: Optimizer, how: dict[str, Any]) -> None:
         hidden = hidden_matrices(model)
-        if not any(parameter in hidden for group in groups for parameter in group["params"]):
-            raise InputError(
-                f"{type(model).__name__} has no trained matrices in hidden layers, which Muon needs: set "
-                "optimizer.name=adamw"
-            )
+        check_trained(model, hidden, (parameter for group in groups for parameter in group["params"]))
         divided = []
         for group in groups:
             for muon in (True, False):
@@ -125,6 +121,19 @@ class MuonAndAdamW(torch.optim.Optimizer):
         back = [order.index(axis) for axis in range(len(order))]
         shaped = momentum.view([parameter.shape[axis] for axis in order]).permute(back)
         self.state[parameter] = {"momentum_buffer": shaped}
+
+
+def check_trained(model: nn.Module, hidden: set[Tensor], trained: Iterable[Tensor]) -> None:
+    """Check that Muon has a matrix to train.
+
+    Raises:
+        InputError: none of the trained parameters is one of the hidden matrices.
+    """
+    if hidden.isdisjoint(trained):
+        raise InputError(
+            f"{type(model).__name__} has no trained matrices in hidden layers, which Muon needs: set "
+            "optimizer.name=adamw"
+        )
 
 
 def hidden_matrices(model: nn.Module) -> set[Tensor]:

@@ -295,7 +295,7 @@ class Recipe:
         return cls().updated(values)
 
     @classmethod
-    def read(cls, path: Path, before: Recipe | None = None) -> Recipe:
+    def read(cls, path: str | Path, before: Recipe | None = None) -> Recipe:
         """Read a recipe from a TOML file or by the name of a published recipe.
 
         Values that the file does not set come from `before`, or from the defaults. A published recipe is complete, so
@@ -304,6 +304,7 @@ class Recipe:
         Raises:
             InputError: the file cannot be read, is not TOML, or has a value that does not fit.
         """
+        path = Path(path)
         if not path.exists() and not path.suffix:
             path, before = _published(path), None
         try:
@@ -488,6 +489,12 @@ def _value(value: Any, hint: Any, where: str) -> Any:
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise InputError(f"{where} is {value!r}: expected a table of names and values")
+        for name, each in value.items():
+            if not _is_plain(each):
+                raise InputError(
+                    f"{where}.{name} is {each!r}, which a recipe cannot store: expected a finite number, a text, true, "
+                    "false, or a list or table of these; leave the name out for the builder's default"
+                )
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -496,6 +503,15 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         meant = _meant(value, hint)
         raise InputError(f"{where} is {value!r}: expected {kind}{f': write {meant}' if meant else ''}")
     return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `_toml` can write a value, so that reading the text returns the same value."""
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _meant(value: Any, hint: type) -> str:

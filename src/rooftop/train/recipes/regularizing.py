@@ -24,7 +24,8 @@ DROPPING = {"StochasticDepth": "p", "DropPath": "drop_prob"}
 
 
 def regularize(model: nn.Module, section: Model) -> list[str]:
-    """Switch on dropout and stochastic depth if the recipe sets them above 0. A second call has no further effect.
+    """Switch on dropout and stochastic depth if the recipe sets them above 0. A second call with the same section
+    changes nothing more.
 
     Returns:
         Descriptions of the changes.

@@ -91,7 +91,8 @@ def spans_of(steps: list[StepRecord], batch: int, seconds: float) -> Spans:
 
 @dataclass(frozen=True)
 class Pace:
-    """Loss, speed and share of time spent waiting for data, averaged over several steps; last learning rate."""
+    """Averages over several steps: loss, speed, and share of time spent waiting for data. The learning rate is that of
+    the last step."""
 
     loss: float
     samples_per_s: float

@@ -21,14 +21,13 @@ from rooftop.data.samples import sample
 from rooftop.errors import InputError
 from rooftop.hardware.measuring import ceilings_history
 from rooftop.train.fitting.records import Facts
+from rooftop.train.fitting.stepping import AUTOCAST
 from rooftop.train.recipes.recipe import Recipe
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters),
-    "muon": lambda parameters: torch.optim.AdamW(parameters),  # Muon's own matrix products are negligible
+    "adamw": torch.optim.AdamW,
+    "muon": torch.optim.AdamW,  # Muon's own matrix products are negligible
 }
 """Stand-ins for the optimizers of a recipe, by name, to count the memory traffic of the optimizer step."""
 

@@ -149,7 +149,7 @@ def number_text(value: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Format a duration: "4.2 s", "3 min 5 s", "2 h 10 min"."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
-    minutes = int(seconds // 60)
-    return f"{minutes} min {seconds % 60:.0f} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

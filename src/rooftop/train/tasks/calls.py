@@ -47,7 +47,7 @@ def check_task(task: Task) -> None:
     """Check a task before its training.
 
     Raises:
-        InputError: the data have no length, or the model has uninitialized parameters.
+        InputError: the data have no length, or the model has uninitialized parameters or meta tensors.
     """
     for name, data in (("train", task.train), ("valid", task.valid)):
         if data is None:
@@ -65,6 +65,12 @@ def check_task(task: Task) -> None:
         raise InputError(
             f"the task's model has the uninitialized parameter {lazy}: call the model once on a batch in build(), or "
             "give its layer the size of the input"
+        )
+    meta = next((name for name, each in tensors if each.is_meta), None)
+    if meta is not None:
+        raise InputError(
+            f"the task's model has {meta} on the meta device, without values: build the model on the CPU, or call "
+            'to_empty(device="cpu") and initialize its weights in build()'
         )
 
 
@@ -96,7 +102,8 @@ def metrics_of(task: Task, batch: Any) -> Mapping[str, Tensor]:
     """The task's metrics of a batch by name, with a value for each sample, (N,).
 
     Raises:
-        InputError: the metrics are not a dict of tensors.
+        InputError: the metrics are not a dict of tensors, a metric is one number for the whole batch, or a metric has
+            the name "loss".
         ModelRunError: see `calling`.
     """
     if task.metrics is None:
@@ -105,11 +112,16 @@ def metrics_of(task: Task, batch: Any) -> Mapping[str, Tensor]:
         found = task.metrics(task.model, batch)
     wrong = "" if isinstance(found, Mapping) else _in_words(found)
     if not wrong:
-        wrong = next((f"{name!r}: {_in_words(v)}" for name, v in found.items() if not isinstance(v, Tensor)), "")
+        scalars = ((name, v) for name, v in found.items() if not isinstance(v, Tensor) or v.ndim == 0)
+        wrong = next((f"{name!r}: {_in_words(value)}" for name, value in scalars), "")
     if wrong:
         raise InputError(
             f"the task's metrics returned {wrong}: expected a dict from name to a tensor with the value of each "
             'sample, (N,), e.g. {"accuracy": logits.argmax(1) == labels}'
+        )
+    if "loss" in found:
+        raise InputError(
+            'the task\'s metrics returned "loss", the name of the validation loss: give this metric another name'
         )
     return found
 

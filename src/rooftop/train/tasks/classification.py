@@ -15,13 +15,14 @@ are cropped to squares of this side, and the model has a stem for small images. 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +48,8 @@ from rooftop.train.recipes import Recipe, mixer
 from rooftop.train.tasks.finding import Values, over
 from rooftop.train.tasks.generated.digits import SCIKIT_LEARN, TRAINED_ON, digits
 from rooftop.train.tasks.task import Task
+
+Data = TypeVar("Data", ImageFolder, TarShards)
 
 DIGITS = "digits"
 SMALL = 64  # if the shorter side of the first image has at most this many pixels, all images are cropped to that side
@@ -237,8 +240,7 @@ def _folder(folder: Path, recipe: Recipe) -> _Images:
 
 
 def _of_folders(folder: Path, roots: tuple[Path, Path], recipe: Recipe) -> _Images:
-    transforms = _transforms(recipe, _usual_size(ImageFolder(roots[0])))
-    images, valid = (ImageFolder(root, transform) for root, transform in zip(roots, transforms, strict=True))
+    (images, valid), transforms = _with_transforms(ImageFolder, roots, recipe)
     on_gpu = recipe.augment.decode == "gpu"
     train = EncodedImages(images, recipe.augment.gpu_share) if on_gpu else images
     if len(train.classes) < 2:
@@ -257,9 +259,19 @@ def _of_folders(folder: Path, roots: tuple[Path, Path], recipe: Recipe) -> _Imag
     return _Images(*parts, tuple(train.classes), transforms[0].size, _preprocessing(transforms[1]), arrive, decoding)
 
 
+def _with_transforms(
+    kind: type[Data], roots: tuple[Path, Path], recipe: Recipe
+) -> tuple[tuple[Data, Data], tuple[ImageTransform, ImageTransform]]:
+    """Open the data for training and for validation, and create their transforms. Each folder is listed only once."""
+    train = kind(roots[0])
+    valid = copy.copy(train) if roots[0] == roots[1] else kind(roots[1])
+    transforms = _transforms(recipe, _usual_size(train))
+    train.transform, valid.transform = transforms
+    return (train, valid), transforms
+
+
 def _of_shards(folder: Path, roots: tuple[Path, Path], recipe: Recipe) -> _Images:
-    transforms = _transforms(recipe, _usual_size(TarShards(roots[0])))
-    train, valid = (TarShards(root, transform) for root, transform in zip(roots, transforms, strict=True))
+    (train, valid), transforms = _with_transforms(TarShards, roots, recipe)
     labels = train.labels()
     count = max(chain(labels, valid.labels() if roots[0] != roots[1] else ())) + 1
     if min(labels) < UNREADABLE or count < 2:
@@ -274,8 +286,10 @@ def _class_names(folder: Path, count: int) -> tuple[str, ...]:
     if not file.is_file():
         return tuple(map(str, range(count)))
     names = tuple(line.strip() for line in file.read_text("utf-8").splitlines() if line.strip())
-    if len(names) < count or len(set(names)) < len(names):
-        raise InputError(f"{file} has {len(set(names))} different names, but the data have {count} classes")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"{file} has the name {twice} several times: expected a different name for each class")
+    if len(names) < count:
+        raise InputError(f"{file} has {len(names)} names, but the data have {count} classes")
     return names
 
 

@@ -33,7 +33,7 @@ from rooftop.media import ClipDataset, VideoReader
 from rooftop.media.reading import VIDEO_SUFFIXES
 from rooftop.models import NextFrameNetwork, predict_frames
 from rooftop.train.recipes import Recipe
-from rooftop.train.tasks.finding import Values, over
+from rooftop.train.tasks.finding import Values, count_of, over
 from rooftop.train.tasks.generated.digits import SCIKIT_LEARN, TRAINED_ON, digits, moving_digits
 from rooftop.train.tasks.task import Task
 
@@ -94,11 +94,12 @@ def build(data: str | None, recipe: Recipe) -> Task:
     digits in a sequence; all other options are options of the network.
 
     Raises:
-        InputError: a video or folder does not exist, or has too few frames.
+        InputError: a video or folder does not exist, or has too few frames; or an option has a wrong value.
         MissingExtraError: scikit-learn or PyAV is not installed.
     """
     options = {"frames": FRAMES, "together": 1, **recipe.model.options}
-    frames, together = int(options.pop("frames")), int(options.pop("together"))
+    frames, together = count_of(options, "frames", 2), count_of(options, "together")
+    del options["frames"], options["together"]
     side = recipe.augment.size or SIDE
     if data in (None, DIGITS):
         found = _Sequences(

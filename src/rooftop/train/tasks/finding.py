@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from rooftop.doctor.extras import Extra
-from rooftop.errors import ModelRunError, RooftopError, TargetError
+from rooftop.errors import InputError, ModelRunError, RooftopError, TargetError
 from rooftop.models import builtin_models
 from rooftop.train.tasks.task import Build, Task
 from rooftop.user_code import found_in, named_module, place_in_user_code
@@ -74,6 +74,18 @@ def over(values: Values, others: Values) -> dict[str, dict[str, Any]]:
     """Merge two sets of recipe values by section and name; `others` replace `values`."""
     sections = dict.fromkeys((*values, *others))
     return {section: {**values.get(section, {}), **others.get(section, {})} for section in sections}
+
+
+def count_of(options: Mapping[str, Any], name: str, least: int = 1) -> int:
+    """Return a value of model.options that must be an integer.
+
+    Raises:
+        InputError: the value is not an integer, or is below `least`.
+    """
+    value = options[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"model.options has {name}={value!r}: expected an integer of {least} or more")
+    return value
 
 
 def _task_of_model(name: str) -> str:

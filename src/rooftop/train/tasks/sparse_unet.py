@@ -33,7 +33,7 @@ from rooftop.models.point_clouds.clouds import RIGHT, WRONG, Cloud, lit, of_heig
 from rooftop.sparse import SparseConvTensor
 from rooftop.sparse.utils import PointToVoxel, gather_features_by_pc_voxel_id
 from rooftop.train.recipes import Recipe
-from rooftop.train.tasks.finding import Values, over
+from rooftop.train.tasks.finding import Values, count_of, over
 from rooftop.train.tasks.generated.lidar_scans import SETTINGS, Setting, simulate
 from rooftop.train.tasks.task import Task
 
@@ -78,7 +78,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
     """Build the task; `Options` lists the names in model.options.
 
     Raises:
-        InputError: the data or an option is unknown, or the recipe sets model.weights.
+        InputError: the data or an option is unknown, an option has a wrong value, or the recipe sets model.weights.
     """
     kind, _, named = (data or SCANS).partition(":")
     name = named or "street"
@@ -138,7 +138,17 @@ def _options(given: dict[str, Any], setting: str) -> Options:
     known = Options.__dataclass_fields__
     if unknown := next((name for name in given if name not in known), None):
         raise InputError(f"model.options has {unknown!r}: expected {', '.join(known)}")
-    found = Options(**{**given, "planes": tuple(given.get("planes", Options.planes))})
+    planes = given.get("planes", Options.planes)
+    if not isinstance(planes, list | tuple) or not all(type(each) is int and each > 0 for each in planes):
+        raise InputError(
+            f"model.options has planes={planes!r}: expected numbers of channels, e.g. [16, 32, 64], or [] for a "
+            "MinkUNet18"
+        )
+    found = Options(**{**given, "planes": tuple(planes)})
+    for name, least in (("beams", 1), ("turn", 1), ("scans", 1), ("held_out", 0)):
+        count_of(vars(found), name, least)
+    if not isinstance(found.voxel_m, int | float) or not 0 <= found.voxel_m < math.inf:
+        raise InputError(f"model.options has voxel_m={found.voxel_m!r}: expected a number of 0 or more")
     return replace(found, voxel_m=found.voxel_m or (FINE_M if found.fine else VOXEL_M)[setting])
 
 

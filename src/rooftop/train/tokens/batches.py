@@ -70,9 +70,9 @@ class Batches:
 def shuffled(place: int, count: int, key: str) -> int:
     """Return element `place` of a pseudorandom permutation of 0..count - 1; the key determines the permutation.
 
-    No list is created: a Feistel network permutes the numbers below the smallest power of four that is at least
-    `count`, and is applied until the result is below `count`. Source: Black and Rogaway 2002, "Ciphers with Arbitrary
-    Finite Domains".
+    No list is created. A Feistel network permutes the numbers below a power of four, the smallest that is at least
+    `count` and at least 4. The network is applied until the result is below `count`. Source: Black and Rogaway 2002,
+    "Ciphers with Arbitrary Finite Domains".
     """
     half = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half) - 1

@@ -112,9 +112,11 @@ def open_mixture(words: Sequence[str], kind: str | None = None, option: str = OP
         `Tokens` for one path, a `Mixture` for several.
 
     Raises:
-        InputError: a weight has no path, only some paths have weights, or `checked_weights` or `open_tokens` raises.
-            Weights are checked before any file is read.
+        InputError: there is no path, a weight has no path, only some paths have weights, or `checked_weights` or
+            `open_tokens` raises. Weights are checked before any file is read.
     """
+    if not words:
+        raise InputError(f"{option} is empty: expected a path, or several paths, each after its weight or all without")
     paths, weights = _pairs(words, option)
     try:
         checked = None if weights is None else checked_weights([_number(each) for each in weights])

@@ -46,13 +46,15 @@ class Proportions:
         self.period = sum(parts)
         self._sources = [number for number, part in enumerate(parts) if part]
         self._parts = [parts[number] for number in self._sources]
-        self._each = [parts[number] for number in range(len(parts))]
+        self._each = np.array(parts)
         none = [0] * len(self._parts)
         self._kept: list[tuple[list[int], list[int]]] = [(none, none)]  # states after every KEPT draws of a period
         self._last = (0, none, none)
 
     def between(self, start: int, stop: int) -> tuple[Ints, Ints]:
         """Return the source of each draw from `start` to `stop - 1`, and how often this source was drawn before."""
+        if len(self._parts) == 1:
+            return np.full(stop - start, self._sources[0]), np.arange(start, stop)
         sources, numbers = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
         at = start
         while at < stop:
@@ -60,32 +62,28 @@ class Proportions:
             count = min(stop - at, self.period - first)
             place = slice(at - start, at - start + count)
             sources[place], numbers[place] = self._within_period(first, count)
-            numbers[place] += turn * np.array(self._each)[sources[place]]
+            numbers[place] += turn * self._each[sources[place]]
             at += count
         return sources, numbers
 
     def _within_period(self, first: int, count: int) -> tuple[Ints, Ints]:
-        if len(self._parts) == 1:
-            return np.full(count, self._sources[0]), np.arange(first, first + count)
-        at, ahead, drawn = self._state_before(first)
+        at, behind, drawn = self._state_before(first)
         while at < first:
             step = min(KEPT - at % KEPT, first - at)
-            ahead, drawn, _, _ = self._draw(ahead, drawn, step, first - at)
+            behind, drawn, _, _ = self._draw(behind, drawn, step, first - at)
             at += step
-            self._keep(at, ahead, drawn)
-        ahead, drawn, which, numbers = self._draw(ahead, drawn, count, count)
-        self._last = (first + count, ahead, drawn)
+            if at == len(self._kept) * KEPT:
+                self._kept.append((behind, drawn))
+        behind, drawn, which, numbers = self._draw(behind, drawn, count, count)
+        self._last = (first + count, behind, drawn)
         return np.array(self._sources)[which], numbers
 
     def _state_before(self, first: int) -> tuple[int, list[int], list[int]]:
+        """The last known state at or before a draw: number of draws, `behind` of `_draws`, draws of each source."""
         kept = min(first // KEPT, len(self._kept) - 1)
         if kept * KEPT <= self._last[0] <= first:
             return self._last
         return (kept * KEPT, *self._kept[kept])
-
-    def _keep(self, at: int, ahead: list[int], drawn: list[int]) -> None:
-        if at == len(self._kept) * KEPT:
-            self._kept.append((ahead, drawn))
 
     def _draw(
         self, behind: list[int], drawn: list[int], count: int, all_of: int

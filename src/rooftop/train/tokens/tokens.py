@@ -72,11 +72,7 @@ class Tokens:
         Raises:
             IndexError: there are fewer than `stop` tokens.
         """
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(
-                f"{self.source} has {len(self)} tokens: expected 0 <= start <= stop <= {len(self)}, got {start} "
-                f"and {stop}"
-            )
+        self._check_range(start, stop)
         found = np.empty(stop - start, np.int64)
         at, place = start, bisect_right(self._ends, start)
         while at < stop:
@@ -87,16 +83,23 @@ class Tokens:
         return torch.from_numpy(found)
 
     def part(self, start: int, stop: int, name: str) -> Tokens:
-        """Return tokens `start` to `stop - 1` without a copy; `name` names this part in error messages."""
+        """Return tokens `start` to `stop - 1` without a copy; `name` names this part in error messages.
+
+        Raises:
+            IndexError: there are fewer than `stop` tokens.
+        """
+        self._check_range(start, stop)
+        spans = zip([0, *self._ends], self.parts, strict=False)
+        pieces = [part[max(0, start - first) : max(0, stop - first)] for first, part in spans]
+        source = f"{self.source} ({name})"
+        return Tokens([piece for piece in pieces if len(piece)], source, self.text, self.vocabulary)
+
+    def _check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(
                 f"{self.source} has {len(self)} tokens: expected 0 <= start <= stop <= {len(self)}, got {start} "
                 f"and {stop}"
             )
-        spans = zip([0, *self._ends], self.parts, strict=False)
-        pieces = [part[max(0, start - first) : max(0, stop - first)] for first, part in spans]
-        source = f"{self.source} ({name})"
-        return Tokens([piece for piece in pieces if len(piece)], source, self.text, self.vocabulary)
 
     def fingerprint(self) -> str:
         """A hash of the number of tokens and of a sample of the tokens.
@@ -140,7 +143,7 @@ class Tokens:
                 progress("checking the tokens", done / len(self))
 
 
-def open_tokens(path: Path, kind: str | None = None) -> Tokens:
+def open_tokens(path: str | Path, kind: str | None = None) -> Tokens:
     """Open the tokens of a file or folder.
 
     Args:
@@ -157,7 +160,7 @@ def open_tokens(path: Path, kind: str | None = None) -> Tokens:
     """
     if kind is not None and kind not in KINDS:
         raise ValueError(f"open_tokens: kind must be one of {', '.join(KINDS)} or None, got {kind!r}")
-    path = _data_of_index(path)
+    path = _data_of_index(Path(path))
     if path.suffix in NUMBERS and path.is_file():
         read: Callable[[Path, str | None], Numbers] = binary_numbers if path.suffix == ".bin" else array_numbers
         numbers = read(path, kind)

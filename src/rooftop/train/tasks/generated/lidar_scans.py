@@ -82,7 +82,7 @@ class Hits(NamedTuple):
 
     Attributes:
         distance: float32 (R,), in metres; infinite if a ray hits nothing.
-        solid: int64 (R,), row of the solids.
+        solid: int64 (R,), row of the solid in `Solids`; 0 if a ray hits nothing.
         cosine: float32 (R,), cosine of the angle between the ray and the surface's normal, 0..1.
     """
 
