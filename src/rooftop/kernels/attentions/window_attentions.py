@@ -26,7 +26,8 @@ from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.attentions.tables import WINDOW_BACKWARD, WINDOW_FORWARD, WINDOW_PROGRAMS_PER_SM, WindowConfig
-from rooftop.kernels.operands.checks import check_finite, check_shape, check_tensors
+from rooftop.kernels.operands.autocasting import cast_by_autocast
+from rooftop.kernels.operands.checks import check_finite, check_number, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 from rooftop.kernels.operands.references import by_reference
@@ -472,13 +473,12 @@ def window_attention(
         NotImplementedError: forward-mode differentiation or a second derivative, if dropout is 0.
     """
     _check(query_key_value, bias, heads, window, shift, padding, cosine_scale, scale)
+    check_number("window_attention", "dropout", dropout)
     if not 0 <= dropout <= 1:
         raise ValueError(f"window_attention: dropout must be between 0 and 1, got {dropout}")
     if dropout == 0:
         no_tangents("window_attention", query_key_value, bias, padding, cosine_scale, instead=PLAIN)
-    device = query_key_value.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and query_key_value.dtype != torch.float64:
-        query_key_value = query_key_value.to(torch.get_autocast_dtype(device))
+    (query_key_value,) = cast_by_autocast(query_key_value)
     factor = float(scale) if scale is not None else 1 / math.sqrt(max(1, query_key_value.shape[3] // (3 * heads)))
     tensors = (query_key_value, bias, padding, cosine_scale)
     if dropout > 0:

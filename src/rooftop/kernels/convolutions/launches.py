@@ -36,7 +36,7 @@ from rooftop.kernels.matmuls import launches as matmul_launches
 from rooftop.kernels.matmuls import tables as matmul_tables
 from rooftop.kernels.operands.activations import ACTIVATIONS
 from rooftop.kernels.operands.dtypes import HALVES
-from rooftop.kernels.operands.launch_data import capability, power_of_two
+from rooftop.kernels.operands.launch_data import Constants, capability, grid_of, power_of_two
 from rooftop.kernels.operands.references import without_kernels
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.launch.counters import counters
@@ -175,13 +175,12 @@ def finish(
     rows, columns = (batch * pixels, channels) if last else (batch * channels, pixels)
     group = unit(columns)
     block = min(FINISH_COLUMNS, power_of_two(columns))
-    height = FINISH_ELEMENTS // block
+    tile: Constants = {"ROWS": FINISH_ELEMENTS // block, "COLUMNS": block, "num_warps": FINISH_WARPS}
     launch(
-        conv_act_finish, (-(-rows // height), -(-columns // block)), y.device,
+        conv_act_finish, grid_of(rows, columns, tile), y.device,
         sums, bias, residual, y, before, rows, columns // group, channels,
         ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        KEEP=before is not None, BY_ROW=not last, UNIT=group, ROWS=height, COLUMNS=block, HALF=y.dtype in HALVES,
-        num_warps=FINISH_WARPS,
+        KEEP=before is not None, BY_ROW=not last, UNIT=group, HALF=y.dtype in HALVES, **tile,
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ from rooftop.kernels.losses.losses import (
     scaled,
     total_of,
 )
-from rooftop.kernels.operands.autocasting import result_dtype, under_autocast
+from rooftop.kernels.operands.autocasting import cast_by_autocast, result_dtype
 from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.padded_rows import missing_columns, padded
@@ -224,8 +224,8 @@ def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 
 def _scaled_late(hidden: Tensor) -> bool:
-    """Whether backward instead of forward applies the factor 1 / rows. In float16, the factor 1 / rows in forward would
-    make gradients of the logits underflow before a loss scale can help.
+    """Whether backward instead of forward applies the mean's factor: in float16, gradients of the logits that contain
+    this factor would underflow before a loss scale can help.
     """
     return hidden.dtype == torch.float16
 
@@ -283,9 +283,7 @@ def linear_cross_entropy(
     check_tensors("linear_cross_entropy", None, ("bias",), hidden=hidden, weight=weight, bias=bias)
     check_tensors("linear_cross_entropy", target=target)
     dtype = result_dtype("cross_entropy", hidden)
-    if under_autocast(hidden):
-        narrow = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = (t.to(narrow) if t is not None else None for t in (hidden, weight, bias))  # type: ignore[assignment]
+    hidden, weight, bias = cast_by_autocast(hidden, weight, bias)
     _check_linear(hidden, weight, bias, target)
     rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0)  # (N, H)
     logits = LogitsShape((rows.shape[0], weight.shape[0]), hidden.dtype, hidden.device)

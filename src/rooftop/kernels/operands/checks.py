@@ -87,10 +87,15 @@ def check_choice(name: str, argument: str, given: object, choices: Sequence[str]
         )
 
 
-def check_finite(name: str, argument: str, value: Any, expected: str = "a number") -> None:
-    """Raise TypeError if the value is not a number, and ValueError if it is not finite."""
+def check_number(name: str, argument: str, value: Any, expected: str = "a number") -> None:
+    """Raise TypeError if the value is not a number."""
     if not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {argument} must be {expected}, got {type(value).__name__}")
+
+
+def check_finite(name: str, argument: str, value: Any, expected: str = "a number") -> None:
+    """Raise TypeError if the value is not a number, and ValueError if it is not finite."""
+    check_number(name, argument, value, expected)
     if not abs(value) < math.inf:  # torch.compile does not support isfinite of a number that it treats as a variable
         raise ValueError(f"{name}: {argument} must be finite, got {value}")
 
