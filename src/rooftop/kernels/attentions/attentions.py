@@ -126,6 +126,7 @@ def _aligned_rows(x: Tensor) -> Tensor:
 
 
 def _at_aligned_address(x: Tensor) -> Tensor:
+    """The tensor, copied if its address is not a multiple of 16 bytes."""
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
@@ -234,7 +235,7 @@ def _with_lse_gradient(dout: Tensor, dlse: Tensor, out: Tensor) -> tuple[Tensor,
     return new_dout, new_out
 
 
-LIMIT = 2.0**40
+LIMIT = 2.0**40  # the module's docstring explains this factor
 
 
 # ---- operators -------------------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ class AttentionBackward(NamedTuple):
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
         """Flops of the matrix products for scores and for the gradients of queries, keys, values and weights. Each pair
-        of a query and a key adds 6 flops for the softmax.
+        of a query and a key adds 6 flops for the softmax, and 1 if there is a mask.
         """
         flops = _flops(self, 3 * self.query.shape[3] + 2 * self.value.shape[3], 6)
         written = made if self.mask is not None and self.mask_gradient else made[:3]

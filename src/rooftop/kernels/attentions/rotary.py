@@ -243,7 +243,7 @@ def rope(
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: a shape, device or position is wrong. With `inplace`, ValueError is also raised if x has overlapping
-            memory, or if autograd tracks x.
+            memory, if the features of x are not contiguous, or if autograd tracks x.
         NotImplementedError: the tables require a gradient, or forward-mode differentiation is active.
     """
     return _apply("rope", (x,), cos, sin, interleaved, offset, inplace)[0]

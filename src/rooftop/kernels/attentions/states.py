@@ -55,6 +55,7 @@ def merge_backward_reference(
 
 
 def _weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (w_a, w_b, lse) from the log-sum-exps of two parts, or (0, 0, -inf) if both log-sum-exps are -inf."""
     largest = torch.maximum(lse_a, lse_b)
     shift = largest.masked_fill(largest == -torch.inf, 0.0)
     a, b = (lse_a - shift).exp(), (lse_b - shift).exp()

@@ -143,6 +143,7 @@ def _windows(x: Tensor, window: Sequence[int]) -> tuple[int, int]:
 
 
 def _on_map(padded: Tensor, like: Tensor) -> Tensor:
+    """Cut off the padding of a map (B, padded H, padded W, channels): the result has the H and W of `like`."""
     return padded[:, : like.shape[1], : like.shape[2]]
 
 
@@ -467,7 +468,7 @@ def window_attention(
         dtype.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor is not dense or has a wrong dtype, or scale or dropout is not a number.
         ValueError: shapes or devices do not match, the shift exceeds the window, both scales are given, a scale is not
             finite, or dropout is not a probability.
         NotImplementedError: forward-mode differentiation or a second derivative, if dropout is 0.

@@ -174,11 +174,10 @@ _conv_act = declare("conv_act", ConvAct, slopes=1, known=_without_cudnn)
 
 
 def _in_format(y: Tensor, before: Tensor, x: Tensor, weight: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """Return y and `before` in the memory format of the result; `before` is empty unless `keep`."""
     memory_format = _format_of(x, weight)
-    return (
-        y.contiguous(memory_format=memory_format),
-        before.contiguous(memory_format=memory_format) if keep else x.new_empty(0),
-    )
+    before = before.contiguous(memory_format=memory_format) if keep else x.new_empty(0)
+    return y.contiguous(memory_format=memory_format), before
 
 
 def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:

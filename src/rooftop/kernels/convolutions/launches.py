@@ -72,8 +72,8 @@ def copied(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: Geometr
     channels of a pixel must be multiples of 16 bytes.
 
     The input channels of a pixel must be a multiple of 32 bytes. If windows have several pixels or the image is padded,
-    the convolution's strides must divide the image's height and width. Both do not apply to images of fewer than
-    `LEAST_CHANNELS` channels, which are packed first.
+    the convolution's strides must divide the image's height and width. Neither of these two conditions applies to
+    images of fewer than `LEAST_CHANNELS` channels, which are packed first.
     """
     group = GROUP_BYTES // x.element_size()
     aligned = all(t.data_ptr() % GROUP_BYTES == 0 for t in (x, weight, residual) if t is not None)

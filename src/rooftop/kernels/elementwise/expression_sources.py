@@ -52,7 +52,7 @@ class Layout:
 
     Attributes:
         accesses: one `Access` for each argument (over the merged dimensions); None for a number or an unused argument.
-        wide: whether offsets exceed 2^31.
+        wide: whether offsets need 64 bits.
         sums: for each output, what a program adds up: "rows" (one sum for each column), "columns" (one sum for each
             row), or "" for no sum. A program that adds up rows loops over several tiles with the same columns.
         stored: layout of a result in the caller's memory (`stores.py`).

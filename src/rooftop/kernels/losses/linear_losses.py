@@ -4,7 +4,7 @@ The forward pass computes the logits of one chunk of rows at a time. It turns th
 and immediately multiplies this gradient by weight and hidden (as in Hsu et al. 2024, "Liger Kernel"). Backward only
 scales the gradients. The three matrix products of the forward pass take most of the time. `losses.py` defines the loss
 of a row. Results are deterministic: the results of the chunks are added in order, and the size of a chunk depends only
-on the shapes.
+on the shapes and on `chunk_size`.
 
 In float16 the gradient of the logits is not divided by the mean's divisor (the sum of the targets' weights) before the
 products, because the gradient would underflow before a loss scale can help. Backward divides by the mean's divisor

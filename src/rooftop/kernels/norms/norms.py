@@ -242,9 +242,7 @@ norm_backward = declare("norm_backward", NormBackward, known=True)
 
 
 def runs_reference(x: Tensor) -> bool:
-    """Whether plain PyTorch computes the norm instead of a kernel; always true for empty tensors, which no kernel can
-    process.
-    """
+    """Whether plain PyTorch computes the norm instead of a kernel; always true for rows without elements."""
     return without_kernels(x.dtype, x.shape[1], device_facts(x.device).triton) is not None
 
 

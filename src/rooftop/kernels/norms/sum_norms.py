@@ -262,7 +262,8 @@ def add_rms_norm(
     name, parameters = "add_rms_norm", {"weight": weight, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
     flat, (added, of_input, scale) = flat_arguments(shape, input, residual, input_bias, weight)
-    y, total, _ = _add_rms_norm(flat, added, of_input, scale, rms_eps(name, input, eps), result_dtype("rms_norm", input))
+    eps, dtype = rms_eps(name, input, eps), result_dtype("rms_norm", input)
+    y, total, _ = _add_rms_norm(flat, added, of_input, scale, eps, dtype)
     return shaped(y, input), shaped(total, input) if adds(residual, input_bias) else input
 
 

@@ -103,6 +103,7 @@ def conv_lstm_gates_backward_reference(
 
 
 def _wide_scores(gates: Tensor, added: Tensor | None) -> Tensor:
+    """gates + added, in float32 (float64 for float64)."""
     wide = accumulator_dtype(gates.dtype)
     return gates.to(wide) if added is None else gates.to(wide) + added.to(wide)
 

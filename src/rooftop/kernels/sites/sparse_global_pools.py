@@ -214,7 +214,7 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match or, on a CPU, a batch element is out of range.
-        MissingExtraError: on a GPU, without Triton.
+        MissingExtraError: the tensors are on a GPU, and Triton is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     return _pooled(features, batch, batch_size, average=False)

@@ -12,7 +12,7 @@ from rooftop.kernels.operands.triton_kernels.products import product
 def attend_pages(
     query, keys, values,  # shapes: (B, H, D), (N, H_k, P, D), (N, H_k, P, D)
     pages, lengths, out,  # shapes: (B, W), (B,), (B, H, D)
-    partial, partial_lse,  # shapes: (B, H, SPLITS, D), (B, H, SPLITS), float32; None for one split
+    partial, partial_lse,  # shapes: (B, H, SPLITS, D), (B, H, SPLITS), float32; unused for one split
     kv_heads, width, page_count, scale,  # H_k, W, N
     query_batch, query_head, key_page, key_head, key_position, value_page, value_head, value_position, pages_batch,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
