@@ -112,7 +112,7 @@ def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
     if len(own) == 1:
         return stored[own[0]]
     in_a_row = own == list(range(own[0], own[0] + len(own)))
-    found = stored[own[0] : own[0] + len(own)] if in_a_row else stored.index_select(0, torch.tensor(own))
+    found = stored[own[0] : own[0] + len(own)] if in_a_row else stored.index_select(0, torch.tensor(own, device="cpu"))
     return found.transpose(0, 1).flatten(1, 2)
 
 
@@ -148,6 +148,9 @@ def _attend(
     window: int | None,
     out: Tensor,
 ) -> None:
+    """Write the result (B, H, D) to `out`: by the kernels, by PyTorch's attention on a CPU, or by the reference for
+    float64.
+    """
     numbers = _checked_values(keys, pages, lengths, window) if without_kernels(query.device) else None
     if out.numel() == 0:
         return

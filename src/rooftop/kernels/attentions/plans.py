@@ -101,6 +101,7 @@ def plan_of(shape: Shape, device: torch.device, direction: Direction, settings: 
 
 
 def _applies(rule: Rule, shape: Shape, capability: tuple[int, int]) -> bool:
+    """Whether a rule is for a call of this shape on a GPU of this compute capability."""
     features = max(shape.query[3], shape.value_features)
     return (
         capability >= rule.capability

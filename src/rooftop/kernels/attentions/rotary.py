@@ -275,6 +275,7 @@ def _apply(
     offset: int | Tensor,
     inplace: bool,
 ) -> list[Tensor]:
+    """Check the arguments of `rope` or `rope_pair`, and return the rotated tensors in their own shapes."""
     _check(name, tensors, cos, sin, offset, inplace)
     no_tangents(name, *tensors, instead="the formula in plain PyTorch")
     whole = [_unsqueezed(t) if inplace or t.dim() == 4 else t.reshape((1,) * (4 - t.dim()) + t.shape) for t in tensors]

@@ -214,6 +214,7 @@ _states_in_place = declare("merge_attention_states_", MergeAttentionStatesInPlac
 
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Write the merged states to out and lse, which may be out_a and lse_a."""
     if by_reference(lse):
         for target, value in zip((out, lse), merge_reference(out_a, lse_a, out_b, lse_b), strict=True):
             target.copy_(value)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -194,6 +193,7 @@ def config_of(table: Sequence[WindowConfig], positions: int, features: int) -> W
 
 
 def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes) -> WordConstants:
+    """The constants that the kernels of forward and backward share."""
     features = x.shape[3] // (3 * sizes.heads)
     covered = [size % window == 0 for size, window in zip(x.shape[1:3], sizes.window, strict=True)]
     return {
@@ -218,18 +218,13 @@ def _block(size: int) -> int:
 # ---- implementations -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The arguments of window attention that are not tensors."""
 
     heads: int
     window: Sequence[int]
     shift: Sequence[int]
     scale: float
-
-    @property
-    def all(self) -> tuple[int, Sequence[int], Sequence[int], float]:
-        return self.heads, self.window, self.shift, self.scale
 
 
 def _sizes(x: Tensor, heads: int, window: Sequence[int], shift: Sequence[int], scale: float) -> Sizes:
@@ -255,7 +250,7 @@ def _forward(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tens
     """Compute window attention of packed queries, keys and values x (B, H, W, 3 C)."""
     config = _config(WINDOW_FORWARD, x, sizes)
     if config is None:
-        return window_attention_reference(x, bias, padding, cosine_scale, *sizes.all)
+        return window_attention_reference(x, bias, padding, cosine_scale, *sizes)
     require_triton()
     from rooftop.kernels.attentions.triton_kernels.window_attentions import window_attention_forward
 
@@ -279,7 +274,7 @@ def _backward(
     """Compute the same as `window_attention_backward_reference`."""
     config = _config(WINDOW_BACKWARD, x, sizes)
     if config is None or x.numel() == 0:
-        return window_attention_backward_reference(dout, x, bias, padding, cosine_scale, *sizes.all)
+        return window_attention_backward_reference(dout, x, bias, padding, cosine_scale, *sizes)
     require_triton()
     from rooftop.kernels.attentions.triton_kernels.window_attentions import window_attention_backward
 
@@ -335,7 +330,7 @@ class WindowAttention(NamedTuple):
         return x.new_empty((*x.shape[:3], x.shape[3] // 3))
 
     def in_pytorch(self) -> Tensor:
-        return window_attention_reference(*self[:4], *self._sizes().all)
+        return window_attention_reference(*self[:4], *self._sizes())
 
     def _sizes(self) -> Sizes:
         return _sizes(self.query_key_value, *self[4:])

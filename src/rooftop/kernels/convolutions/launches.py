@@ -298,6 +298,7 @@ def _copied(
     tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
     activation: str,
 ) -> None:  # fmt: skip
+    """Launch the persistent or the single kernel, both of which copy boxes of the image by TMA."""
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_persistent, conv_act_single
 
     boxes, weights = packed(x, weight, g) if g.channels < LEAST_CHANNELS else (boxes_of(x, g), weight)
@@ -369,6 +370,7 @@ def _gathered(
     tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
     activation: str,
 ) -> None:  # fmt: skip
+    """Launch the kernel that loads by pointers."""
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_gathered
 
     channels, out_channels = g.of_group
@@ -388,6 +390,7 @@ def _depthwise(
     tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
     activation: str,
 ) -> None:  # fmt: skip
+    """Launch the kernel for depthwise convolutions."""
     from rooftop.kernels.convolutions.triton_kernels.depthwise import conv_act_depthwise
 
     rows = g.batch * g.out[0]
@@ -421,6 +424,7 @@ def is_fastest(weight: Tensor) -> bool:
 def _constants(
     tile: ConvTile, g: Geometry, bias: Tensor | None, residual: Tensor | None, activation: str
 ) -> dict[str, int | bool]:
+    """The constants that the copying kernels and the kernel with pointers share."""
     return {
         "ACTIVATION": ACTIVATIONS.index(activation),
         "HAS_BIAS": bias is not None,

@@ -297,6 +297,7 @@ class Body:
         return f"tl.store(y{number} + row * blocks + block, tl.sum(tl.where({mask}, {value}, 0.0), 1), mask=row < rows)"
 
     def _value_of(self, node: Expression) -> str:
+        """The source text that computes a node from its operands."""
         typed = self.types[id(node)]
         typing, common = OPERATIONS[node.operation].typing, typed.common
         if typing in DTYPES:
@@ -354,7 +355,7 @@ class Body:
 
 
 def _plain(node: Expression, text: str) -> str:
-    """Extract the number from a text such as `tl.full((), number, dtype)`."""
+    """The number in a text such as `tl.full((), number, dtype)` of a constant; the text itself for all other nodes."""
     return text.split(", ")[1] if node.operation == "constant" and text.startswith("tl.full") else text
 
 

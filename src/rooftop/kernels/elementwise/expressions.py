@@ -377,7 +377,9 @@ def _bare(text: str) -> str:
 
 
 def _power(a: Any, b: Any) -> Expression:
-    """A power; small constant exponents become products, as in PyTorch."""
+    """A power. As in PyTorch, constant exponents become products if they are 1 to 4, and square roots and reciprocals
+    if they are floats.
+    """
     if type(b) in (int, float) and b in (1, 2, 3, 4):
         # a boolean to an integer power is an integer, and to a float power a float
         a = apply("base", a, type(b)(1))
@@ -391,7 +393,7 @@ def _power(a: Any, b: Any) -> Expression:
 
 
 def _with_alpha(operation: str) -> Callable[..., Expression]:
-    """Build input + alpha * other. The dtype of the result does not depend on alpha."""
+    """Build input + alpha * other, or input - alpha * other. The dtype of the result does not depend on alpha."""
 
     def build(input: Any, other: Any, *, alpha: Any = 1) -> Expression:
         return apply(operation, input, _times(apply("common", other, input), alpha) if _not_1(alpha) else other)

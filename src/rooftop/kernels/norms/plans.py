@@ -352,6 +352,7 @@ def _sums(call: Backward) -> Constants:
 
 
 def _backward_part(call: Backward, part: Part, pairs: BackwardConfig | None) -> tuple[Backend, tuple[Launch, ...], str]:
+    """The launches that compute dx and the partial sums of a range of rows, with their back end and the reason for it."""
     start, stop, shifted = part
     rows, columns, group = stop - start, call.columns, unit(call.columns, *call.strides)
     sizes = (rows, columns // group, *(stride // group for stride in call.strides))
@@ -378,6 +379,9 @@ def _backward_part(call: Backward, part: Part, pairs: BackwardConfig | None) -> 
 
 
 def _backward_long(call: Backward, part: Part, sizes: tuple[int, ...], constants: Constants) -> tuple[Launch, Launch]:
+    """The launches for rows that do not fit in a program's registers: sums along the rows, then dx by blocks of
+    columns.
+    """
     start, stop, shifted = part
     rows, config = stop - start, tables.BACKWARD_LONG
     blocks = -(-(call.columns + 7 * shifted) // config.block)

@@ -150,6 +150,7 @@ def _empty(part: RandomUniform | RandomNormal) -> Tensor:
 
 
 def _filled(part: RandomUniform | RandomNormal, values: Values) -> Tensor:
+    """The numbers of a flattened part, by a kernel or by the reference."""
     sizes, strides, offset, key, step = part[:5]
     out = _empty(part)
     if out.numel() == 0 or out.is_meta:

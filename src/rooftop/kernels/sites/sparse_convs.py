@@ -130,7 +130,7 @@ def _check_order(name: str, order: Tensor | None, table: Tensor) -> None:
 
 
 def _check_rows(name: str, listed: Tensor) -> None:
-    if not torch.equal(listed.long().sort().values, torch.arange(len(listed))):
+    if not torch.equal(listed.long().sort().values, torch.arange(len(listed), device="cpu")):
         raise ValueError(f"sparse_conv: {name} must contain each row from 0 to {len(listed) - 1} once: use row_order")
 
 

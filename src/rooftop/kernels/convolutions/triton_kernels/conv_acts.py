@@ -317,6 +317,7 @@ def _finish_rows(
     total, y, residual, bias, row, column, rows, columns,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
+    """Store activation(total + bias + residual), with total (pixels, channels)."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row.to(tl.int64)[:, None] * columns + column[None, :]
     if HAS_BIAS:
@@ -336,6 +337,9 @@ def _is_last(total, sums, arrived, tile, tiles, part, SPLIT: tl.constexpr):
 
 @triton.jit
 def _sum_of_parts(sums, tile, tiles, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    """Add a tile's sums over all parts of K, in order. The loads bypass L1, since programs on other SMs stored the
+    sums.
+    """
     total = tl.zeros((HEIGHT, WIDTH), tl.float32)
     for part in range(SPLIT):
         total += tl.load(_places(sums, tile, tiles, part, HEIGHT, WIDTH), cache_modifier=".cg")
