@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.attentions.tables import MOST_SPLITS, PROGRAMS_PER_PROCESSOR, paged_config
-from rooftop.kernels.operands.checks import check_finite, check_same_dtype, check_tensors
+from rooftop.kernels.operands.checks import check_finite, check_same_dtype, check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import without_kernels
@@ -277,11 +277,11 @@ def paged_attention(
     _check(tensors)
     if scale is not None:
         check_finite("paged_attention", "scale", scale, "a number or None")
-    if positions is not None and (isinstance(positions, bool) or not isinstance(positions, (int, torch.SymInt))):
+    if positions is not None and not is_integer(positions):
         raise TypeError(f"paged_attention: positions must be an int or None, got {positions!r}")
     if isinstance(positions, int) and positions < 0:
         raise ValueError(f"paged_attention: positions must be 0 or more, got {positions}")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+    if window is not None and not is_integer(window):
         raise TypeError(f"paged_attention: window must be an int or None, got {window!r}")
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1 position, got {window}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.attentions.tables import ROTARY, RotaryConfig
-from rooftop.kernels.operands.checks import check_tensors
+from rooftop.kernels.operands.checks import check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import by_reference
@@ -355,7 +355,7 @@ def _check_offset(name: str, x: Tensor, table_positions: int, offset: int | Tens
             return
         first, last = int(offset.min()), int(offset.max()) + positions
     else:
-        if isinstance(offset, bool) or not isinstance(offset, int):
+        if not is_integer(offset):
             raise TypeError(f"{name}: offset must be an int or a tensor, got {offset!r}")
         first, last = offset, offset + positions
     if first < 0 or last > table_positions:

@@ -26,7 +26,7 @@ from torch import Tensor
 from rooftop.cost import Cost, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.attentions.tables import WINDOW_BACKWARD, WINDOW_FORWARD, WINDOW_PROGRAMS_PER_SM, WindowConfig
 from rooftop.kernels.operands.autocasting import cast_by_autocast
-from rooftop.kernels.operands.checks import check_finite, check_number, check_shape, check_tensors
+from rooftop.kernels.operands.checks import check_finite, check_number, check_shape, check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 from rooftop.kernels.operands.references import by_reference
@@ -513,15 +513,11 @@ def _check(
 
 
 def _check_window(heads: int, window: Sequence[int], shift: Sequence[int]) -> None:
-    if not _is_count(heads) or heads < 1:
+    if not is_integer(heads) or heads < 1:
         raise ValueError(f"window_attention: heads must be a positive int, got {heads!r}")
     for name, pair, least in (("window", window, 1), ("shift", shift, 0)):
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-        if not is_pair or not all(_is_count(each) and each >= least for each in pair):
+        if not is_pair or not all(is_integer(each) and each >= least for each in pair):
             raise ValueError(f"window_attention: {name} must be two ints of at least {least}, got {pair!r}")
     if any(s >= w for s, w in zip(shift, window, strict=True)):
         raise ValueError(f"window_attention: shift must be below the window's size {tuple(window)}, got {tuple(shift)}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)

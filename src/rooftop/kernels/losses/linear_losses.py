@@ -44,7 +44,7 @@ from rooftop.kernels.losses.losses import (
     total_of,
 )
 from rooftop.kernels.operands.autocasting import cast_by_autocast, result_dtype
-from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check_shape, check_tensors
+from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check_shape, check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.padded_rows import missing_columns, padded
 from rooftop.launch.operators import declare, keeps_for_backward, without_autocast
@@ -295,7 +295,7 @@ def linear_cross_entropy(
             "linear_cross_entropy: reduction must be 'mean' or 'sum', got 'none': forward already computes the "
             "gradients, which needs a scalar loss"
         )
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    if chunk_size is not None and (not is_integer(chunk_size) or chunk_size < 1):
         raise ValueError(f"linear_cross_entropy: chunk_size must be a positive int, got {chunk_size!r}")
     wanted = [int(keeps_for_backward(t)) for t in (hidden, weight, bias)]  # torch.jit.trace takes no list of bools
     chunk = chunk_size or chunk_rows(rows.shape[0], rows.shape[1], weight.shape[0])

@@ -352,7 +352,7 @@ def _sums(call: Backward) -> Constants:
 
 
 def _backward_part(call: Backward, part: Part, pairs: BackwardConfig | None) -> tuple[Backend, tuple[Launch, ...], str]:
-    """The launches that compute dx and the partial sums of a range of rows, with their back end and the reason for it."""
+    """Return (back end, launches, reason) for dx and the partial sums of a range of rows."""
     start, stop, shifted = part
     rows, columns, group = stop - start, call.columns, unit(call.columns, *call.strides)
     sizes = (rows, columns // group, *(stride // group for stride in call.strides))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.operands.autocasting import result_dtype
-from rooftop.kernels.operands.checks import check_choice, check_dtype, check_tensors
+from rooftop.kernels.operands.checks import check_choice, check_dtype, check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import FLOATS, HALVES, accumulator_dtype
 from rooftop.kernels.reductions import launches
 from rooftop.kernels.reductions.plans import PLACES, ReductionPlan
@@ -360,7 +360,7 @@ def _of_extreme(name: str, x: Tensor, dim: Dims) -> Prepared:
 
 
 def _of_place(name: str, x: Tensor, dim: Dims) -> Prepared:
-    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+    if dim is not None and not is_integer(dim):
         raise TypeError(f"{name}: dim must be an int or None, got {dim!r}")
     x, dims, _ = _of_extreme(name, x, dim)
     return x.detach(), dims, torch.int64
@@ -393,7 +393,7 @@ def _dims(name: str, x: Tensor, dim: Dims) -> list[int]:
     given = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     count = max(1, x.dim())
     for each in given:
-        if not isinstance(each, int) or isinstance(each, bool):
+        if not is_integer(each):
             raise TypeError(f"{name}: dim must be an int, several ints or None, got {dim!r}")
         if not -count <= each < count:
             raise ValueError(f"{name}: dim {each} is out of range for an input of shape {tuple(x.shape)}")
