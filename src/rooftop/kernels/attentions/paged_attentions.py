@@ -261,7 +261,8 @@ def paged_attention(
         scale: factor of the scores; None: 1 / sqrt(D).
         positions: the sum of `lengths`, or with a window the sum of the positions inside each window, if known. Only
             the cost depends on `positions`. With None, the cost counts one position per sequence.
-        window: each query attends only to the last `window` positions of its sequence; None: to all positions.
+        window: each query attends only to the last `window` positions of its sequence; None: to all positions. Pages
+            without such positions are not read, so their entries in `pages` may have any values.
 
     Returns:
         (B, H, D), dtype of the queries; scores, softmax and merging are float32 (float64 for float64).
