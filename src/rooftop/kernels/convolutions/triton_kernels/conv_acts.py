@@ -34,7 +34,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rooftop.kernels.operands.triton_kernels.activations import activated
 from rooftop.kernels.operands.triton_kernels.products import in_parts, plus_product, tile_place
-from rooftop.kernels.operands.triton_kernels.rows import tile_of_program
 
 
 @triton.jit
@@ -215,14 +214,17 @@ def conv_act_finish(
     last).
     """
     columns = units * UNIT
-    row, column, inside = tile_of_program(rows, columns, ROWS, COLUMNS)
-    place = row * columns + column
+    blocks = tl.cdiv(columns, COLUMNS)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * columns + column[None, :]
     values = tl.load(sums + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         if BY_ROW:
-            values += tl.load(bias + row % channels, mask=row < rows, other=0.0).to(tl.float32)
+            values += tl.load(bias + row % channels, mask=row < rows, other=0.0).to(tl.float32)[:, None]
         else:
-            values += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
+            values += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
         values += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if KEEP:
