@@ -466,8 +466,9 @@ def test_graphs_replayed_on_several_streams_at_once() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.large
-def test_more_than_two_billion_elements_on_a_gpu() -> None:
-    x = torch.zeros((1 << 31) + 4099, device="cuda", dtype=torch.int8)
+@pytest.mark.parametrize("more", [4096, 4099])  # a multiple of eight, and an odd number
+def test_more_than_two_billion_elements_on_a_gpu(more: int) -> None:
+    x = torch.zeros((1 << 31) + more, device="cuda", dtype=torch.int8)
     x[-3] = 7
     assert sum(x) == 7
     assert argmax(x) == x.numel() - 3
