@@ -86,8 +86,8 @@ def store_fused(
             bits, and write `float64_of_bits(a0)` in the program.
         out: the memory of the result. `out` may be the memory of an input tensor, but must not overlap an input
             partially.
-        rows: numbers that repeat along the last dimension of `out`. The size of the last dimension must be a multiple
-            of the count of the numbers. Among the program's arguments, rows follow the tensors.
+        rows: lists of numbers that repeat along the last dimension of `out`, whose size must be a multiple of the
+            length of each list. Among the program's arguments, rows follow the tensors.
 
     Returns:
         The launch, which can be repeated with different memory. None if there was no launch, or several launches, or a

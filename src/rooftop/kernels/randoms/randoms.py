@@ -252,7 +252,7 @@ def random_uniform(
         low, high: finite bounds, which are rounded to float32 unless the dtype is float64.
         dtype: float32: low + (high - low) * u, where u has 24 random bits. bfloat16, float16: the float32 number,
             rounded; a number that rounds to `high` becomes the largest number below `high`. float64: u has 53 random
-            bits, of which the first 24 are the bits of float32.
+            bits; the first 24 are the bits of the float32 number.
         device: the numbers are identical on all devices.
 
     Returns:
