@@ -68,22 +68,10 @@ def _operations() -> dict[str, Operation]:
         "div": Operation("float", 2, torch.div, lambda g, y, a, b: (g / b, -g * (y / b)), symbol="/"),
         "pow": Operation("promoted", 2, torch.pow, _gradients_of_power, symbol="**", autocast=True),
         "maximum": Operation(
-            "promoted",
-            2,
-            torch.maximum,
-            lambda g, y, a, b: (
-                where(equal(a, b), g * 0.5, where(a < b, 0, g)),
-                where(equal(a, b), g * 0.5, where(a > b, 0, g)),
-            ),
+            "promoted", 2, torch.maximum, lambda g, y, a, b: (_unless(a < b, g, a, b), _unless(a > b, g, a, b))
         ),
         "minimum": Operation(
-            "promoted",
-            2,
-            torch.minimum,
-            lambda g, y, a, b: (
-                where(equal(a, b), g * 0.5, where(a > b, 0, g)),
-                where(equal(a, b), g * 0.5, where(a < b, 0, g)),
-            ),
+            "promoted", 2, torch.minimum, lambda g, y, a, b: (_unless(a > b, g, a, b), _unless(a < b, g, a, b))
         ),
         "clamp_min": Operation(
             "promoted", 2, torch.maximum, lambda g, y, a, b: (where(a >= b, g, 0), where(a < b, g, 0))
@@ -158,6 +146,11 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def _first(a: Tensor, b: Tensor) -> Tensor:
     """Return a, which the caller has cast to the common dtype of both operands."""
     return a
+
+
+def _unless(exceeded: Expression, g: Expression, a: Expression, b: Expression) -> Expression:
+    """The gradient of one operand of a maximum or minimum: 0 if the other operand is the result, half if both are."""
+    return where(equal(a, b), g * 0.5, where(exceeded, 0, g))
 
 
 def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expression) -> Gradients:
