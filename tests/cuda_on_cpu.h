@@ -285,10 +285,6 @@ template <int LEFT> void wait_for_copies() {}
 inline void* shared_memory() { return this_block().memory.data(); }
 inline int block_rank() { return rank_in_cluster; }
 inline void cluster_wait() { cluster_barrier->arrive_and_wait(); }
-inline void store_in_block(float* place, int rank, float value) {  // place: an address in this block's shared memory
-    const std::ptrdiff_t offset = reinterpret_cast<char*>(place) - reinterpret_cast<char*>(this_block().memory.data());
-    *reinterpret_cast<float*>(reinterpret_cast<char*>(cluster[rank]->memory.data()) + offset) = value;
-}
 
 struct Copies {  // an mbarrier: completed phases, and the bytes that the current phase still waits for
     uint32_t phases;
@@ -313,7 +309,6 @@ inline void copy_eight(void* to, const void* from) {
     std::memcpy(to, from, 8);
 }
 inline void await_eights() {}
-inline void hand_to_copies() {}
 inline void send_to_block(float4* place, int rank, float4 value, unsigned long long* barrier) {
     char *here = reinterpret_cast<char*>(this_block().memory.data()), *there = reinterpret_cast<char*>(cluster[rank]->memory.data());
     std::memcpy(there + (reinterpret_cast<char*>(place) - here), &value, 16);

@@ -131,6 +131,16 @@ def test_windows_of_long_sequences_are_split_among_programs_by_the_interpreter()
         torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_pages_before_a_window_may_be_freed() -> None:
+    query, keys, values, pages, lengths = tensors = paged([23, 4, 0], 2, 1, 8, 5)
+    expected = paged_attention(*tensors, window=6)
+    freed = pages.clone()
+    freed[0, : (23 - 6) // 5] = -1  # positions before page 3 are outside the window
+    torch.testing.assert_close(paged_attention(query, keys, values, freed, lengths, window=6), expected)
+    doubles = [t.double() if t.is_floating_point() else t for t in (query, keys, values, freed, lengths)]
+    torch.testing.assert_close(paged_attention(*doubles, window=6).float(), expected)
+
+
 def test_windows_that_are_none() -> None:
     tensors = paged([5])
     with pytest.raises(ValueError, match="window must be at least 1 position, got 0"):
@@ -283,6 +293,7 @@ PAGES, LENGTHS = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([1, 6])
         ({"lengths": torch.tensor([-1, 2])}, ValueError, "got -1 to 2"),
         ({"pages": torch.tensor([[0, 1], [5, 0]])}, ValueError, "pages must be from 0 to 4, got 5"),
         ({"scale": "x"}, TypeError, "scale must be a number or None"),
+        ({"scale": math.nan}, ValueError, "scale must be finite, got nan"),
         ({"positions": 1.5}, TypeError, "positions must be an int or None"),
         ({"positions": -1}, ValueError, "positions must be 0 or more, got -1"),
     ],

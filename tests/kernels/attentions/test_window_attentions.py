@@ -383,6 +383,8 @@ def test_dropout_drops_the_share_of_weights_it_says_and_keeps_the_mean() -> None
     assert out.unique().tolist() == pytest.approx([0, 1 / 16 / 0.75])
     assert abs((out == 0).float().mean() - 0.25) < 0.01
     assert abs(kept.mean() - 1) < 0.01
+    with pytest.raises(TypeError, match="window_attention: dropout must be a number, got str"):
+        window_attention(packed, torch.zeros(4, 16, 16), 4, (4, 4), dropout="0.1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dropout must be between 0 and 1, got -1"):
         window_attention(packed, torch.zeros(4, 16, 16), 4, (4, 4), dropout=-1)
 

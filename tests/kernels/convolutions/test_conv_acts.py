@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from rooftop.cost import CountingMode
 from rooftop.kernels import conv_act, conv_act_plan
+from rooftop.kernels.convolutions import launches
 from rooftop.kernels.convolutions import tables as conv_act_tables
 from rooftop.kernels.convolutions.launches import box_of, channels_fastest, copied, forward
 from rooftop.kernels.convolutions.tables import (
@@ -208,6 +209,15 @@ def test_one_pass_follows_a_library(last: bool, keep: bool) -> None:
     case.check(y, "silu")
     if keep:
         case.check(before, "none")
+
+
+def test_the_pass_after_a_library_takes_images_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA limits a grid to 65535 in all dimensions except the first."""
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(launches, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
+    sums = torch.empty(1, 3, 8192, 8192, device="meta")
+    launches.finish(sums, torch.empty(3, device="meta"), None, "relu", sums, None)
+    assert [max(grid[1:], default=1) <= 65535 for grid in grids] == [True]
 
 
 @pytest.mark.parametrize(

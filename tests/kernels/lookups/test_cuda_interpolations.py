@@ -199,9 +199,9 @@ def test_cost_is_what_a_person_counts() -> None:
         (torch.randn(3, 4, 5), torch.randn(3, 3), ValueError, r"features of shape \(B, 8, C\), got \(3, 4, 5\)"),
         (torch.randn(3, 8, 5), torch.randn(3, 2), ValueError, r"points of shape \(B, 3\), got \(3, 2\)"),
         (torch.randn(3, 8, 5), torch.randn(4, 3), ValueError, "3 cells, 4 points"),
-        (torch.ones(3, 8, 5, dtype=torch.int64), torch.randn(3, 3), TypeError, "features must be floating point"),
-        (torch.randn(3, 8, 5), [[0.0] * 3] * 3, TypeError, "points must be a dense tensor, got list"),
-        (torch.randn(3, 8, 5), torch.randn(3, 3, device="meta"), ValueError, "features are on cpu, points on meta"),
+        (torch.ones(3, 8, 5, dtype=torch.int64), torch.randn(3, 3), TypeError, "features must be bfloat16"),
+        (torch.randn(3, 8, 5), [[0.0] * 3] * 3, TypeError, "points must be a tensor, got list"),
+        (torch.randn(3, 8, 5), torch.randn(3, 3, device="meta"), ValueError, "features is on cpu, points on meta"),
     ],
 )
 def test_wrong_arguments(features: Tensor, points: Tensor, error: type[Exception], message: str) -> None:

@@ -325,6 +325,7 @@ def test_cost_is_what_a_person_counts() -> None:
         ({"target": torch.rand(3)}, TypeError, "class indices of int64"),
         ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum'"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be a positive int, got 0"),
+        ({"chunk_size": True}, ValueError, "chunk_size must be a positive int, got True"),
         ({"class_weight": torch.ones(4)}, ValueError, r"expected class weights of shape \(5,\)"),
     ],
 )

@@ -481,6 +481,16 @@ def test_gate_on_a_gpu(columns: int, name: str, dtype: torch.dtype) -> None:
     assert_gate(name, inputs_of(name, 67, columns, dtype=dtype), device="cuda")
 
 
+@pytest.mark.parametrize(("eps", "error"), [("x", TypeError), ([1e-5], TypeError), (float("nan"), ValueError)])
+@pytest.mark.parametrize("name", NORMS)
+def test_eps_must_be_a_finite_number(name: str, eps: Any, error: type[Exception]) -> None:
+    function = {"layer_norm": layer_norm, "rms_norm": rms_norm}.get(name) or partial(
+        {"add_layer_norm": add_layer_norm, "add_rms_norm": add_rms_norm}[name], residual=None
+    )
+    with pytest.raises(error, match=f"^{name}: eps must be"):
+        function(torch.zeros(2, 4), normalized_shape=4, eps=eps)
+
+
 @pytest.mark.gpu
 @pytest.mark.large
 @pytest.mark.parametrize("columns", [16_384, 16_383])  # 2^31 + 16384 elements, and rows at odd addresses

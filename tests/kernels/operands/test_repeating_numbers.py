@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import struct
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -44,3 +47,20 @@ def test_what_is_kept_stays_and_the_rest_is_its_holders(monkeypatch: pytest.Monk
     gc.collect()
     assert held() is None
     assert not table_of(bytes([3]), torch.uint8, CPU).is_kept
+
+
+def test_two_threads_get_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both threads look for the table before one of them has stored it. Neither may replace the other's kept table."""
+    monkeypatch.setattr(repeating_numbers, "_tables", {})
+    both = threading.Barrier(2)
+    frombuffer = torch.frombuffer
+
+    def together(*arguments: Any, **options: Any) -> torch.Tensor:
+        both.wait(timeout=60)
+        return frombuffer(*arguments, **options)
+
+    monkeypatch.setattr(torch, "frombuffer", together)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: table_of(bytes([5, 6]), torch.uint8, CPU), range(2))
+    assert one.is_kept
+    assert other.numbers is one.numbers

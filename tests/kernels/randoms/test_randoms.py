@@ -295,9 +295,12 @@ X = torch.zeros(2, 3)
         (lambda: random_uniform((3,), 0, step=-1), ValueError, "random_uniform: step must be from 0"),
         (lambda: random_uniform((3,), 0, dtype=torch.int32), TypeError, "dtype must be bfloat16"),
         (lambda: random_uniform((3,), 0, low=1, high=1), ValueError, "low must be below high"),
-        (lambda: random_uniform((3,), 0, high=math.inf), ValueError, "both finite"),
-        (lambda: random_normal((3,), 0, std=-1.0), ValueError, "std not negative"),
-        (lambda: random_normal((3,), 0, mean=math.nan), ValueError, "must be finite"),
+        (lambda: random_uniform((3,), 0, high=math.inf), ValueError, "high must be finite, got inf"),
+        (lambda: random_normal((3,), 0, std=-1.0), ValueError, "std must not be negative, got -1.0"),
+        (lambda: random_normal((3,), 0, mean=math.nan), ValueError, "mean must be finite, got nan"),
+        (lambda: random_uniform((3,), 0, low="0"), TypeError, "random_uniform: low must be a number, got str"),  # type: ignore[arg-type]
+        (lambda: random_normal((3,), 0, high=None), TypeError, "random_normal: high must be a number, got NoneType"),  # type: ignore[arg-type]
+        (lambda: random_normal((2.5,), 0), TypeError, r"the sizes of box must be ints, got \(2.5,\)"),  # type: ignore[arg-type]
         (
             lambda: random_normal((3,), 0, low=5.0),
             ValueError,
@@ -313,6 +316,7 @@ X = torch.zeros(2, 3)
         (lambda: counter_dropout([1.0], 0.5, 0), TypeError, "x must be a tensor, got list"),  # type: ignore[arg-type]
         (lambda: counter_dropout(X.to_sparse(), 0.5, 0), TypeError, "x must be dense"),
         (lambda: counter_dropout(X.int(), 0.5, 0), TypeError, "x must be bfloat16"),
+        (lambda: counter_dropout(X, None, 0), TypeError, "counter_dropout: p must be a number, got NoneType"),  # type: ignore[arg-type]
         (lambda: counter_dropout(X, 1.5, 0), ValueError, "p must be from 0 to 1, got 1.5"),
         (lambda: counter_dropout(X, math.nan, 0), ValueError, "p must be from 0 to 1"),
         (lambda: counter_dropout(X, 0.5, 0, step=2.0), TypeError, "step must be an int, got float"),  # type: ignore[arg-type]

@@ -195,7 +195,7 @@ def test_without_images_there_are_no_results() -> None:
         ({"cell": torch.zeros(1, 2, 3, 3).half()}, TypeError, "cell must be torch.float32 like the gates or float32"),
         ({"cell": torch.zeros(1, 2, 3, 3, device="meta")}, ValueError, "gates is on cpu, cell on meta"),
         ({"bias": torch.zeros(8).half()}, TypeError, "bias must be torch.float32 like the gates or float32"),
-        ({"bias": torch.zeros(2)}, ValueError, r"expected a bias of shape \(8,\), got \(2,\)"),
+        ({"bias": torch.zeros(2)}, ValueError, r"expected bias of shape \(8,\), got \(2,\)"),
         ({"activation": "gelu"}, ValueError, "activation must be one of tanh, .* got 'gelu'"),
     ],
 )

@@ -231,3 +231,12 @@ def test_kernels_do_not_run_on_a_cpu() -> None:
 def test_wrong_arguments(call: Callable[[Tensor], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(("shape", "strides", "dims"), [((1 << 31,), (1,), (0,)), ((2, 64), (1 << 31, 1), (1,))])
+def test_kernels_get_sizes_beyond_32_bits_as_a_whole(shape: Dims, strides: Dims, dims: Dims) -> None:
+    """A kernel multiplies sizes by UNIT, and the product of two 32-bit integers would overflow."""
+    plan = choose("sum", "forward", shape, strides, dims, HALF, HALF, SMS, True)
+    tiles = plan.launches[0]
+    assert tiles.constants["UNIT"] == 1
+    assert 1 << 31 in tiles.numbers

@@ -259,6 +259,18 @@ def test_gate_without_lists_of_pairs(programs: int, monkeypatch: pytest.MonkeyPa
 # ---- tables ----------------------------------------------------------------------------------------------------
 
 
+def test_tables_of_the_cpu_while_another_device_is_the_default() -> None:
+    table = torch.randint(-1, 5, (5, 9), dtype=torch.int32)
+    expected = (rows_by_mask(neighbour_masks(table)), *pairs_of(table, 5))
+    with torch.device("meta"):
+        found = (rows_by_mask(neighbour_masks(table)), *pairs_of(table, 5))
+    order, pairs, counts = found
+    assert torch.equal(order, expected[0])
+    assert torch.equal(counts, expected[2])
+    for tap, count in enumerate(counts.tolist()):
+        assert torch.equal(pairs[:, tap, :count], expected[1][:, tap, :count])
+
+
 def test_no_reverse_is_that_of_a_submanifold_convolution() -> None:
     case = SMALL["submanifold"]
     book = book_of(case)

@@ -29,6 +29,7 @@ from rooftop.cost.formulas.attentions import visible_pairs
 from rooftop.kernels.attentions.plans import AttentionPlan, Direction, plan_of, shape_of
 from rooftop.kernels.attentions.states import MOST_FEATURES, like_rows, row_places, rows_tile, unit_features
 from rooftop.kernels.attentions.tables import MERGE_BACKWARD
+from rooftop.kernels.operands.autocasting import cast_by_autocast
 from rooftop.kernels.operands.checks import check_dtype, check_finite, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents, without_autocast
@@ -125,6 +126,7 @@ def _aligned_rows(x: Tensor) -> Tensor:
 
 
 def _at_aligned_address(x: Tensor) -> Tensor:
+    """The tensor, copied if its address is not a multiple of 16 bytes."""
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
@@ -233,7 +235,7 @@ def _with_lse_gradient(dout: Tensor, dlse: Tensor, out: Tensor) -> tuple[Tensor,
     return new_dout, new_out
 
 
-LIMIT = 2.0**40
+LIMIT = 2.0**40  # the module's docstring explains this factor
 
 
 # ---- operators -------------------------------------------------------------------------------------------------
@@ -343,7 +345,7 @@ class AttentionBackward(NamedTuple):
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
         """Flops of the matrix products for scores and for the gradients of queries, keys, values and weights. Each pair
-        of a query and a key adds 6 flops for the softmax.
+        of a query and a key adds 6 flops for the softmax, and 1 if there is a mask.
         """
         flops = _flops(self, 3 * self.query.shape[3] + 2 * self.value.shape[3], 6)
         written = made if self.mask is not None and self.mask_gradient else made[:3]
@@ -503,7 +505,9 @@ def attention(
     """
     _check(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     no_tangents("attention", query, key, value, attn_mask, instead="PyTorch's math back end")
-    query, key, value, attn_mask = _under_autocast(query, key, value, attn_mask)
+    bias = attn_mask if attn_mask is not None and attn_mask.is_floating_point() else None
+    query, key, value, bias = cast_by_autocast(query, key, value, bias)
+    attn_mask = attn_mask if bias is None else bias
     features, out_features = query.shape[3], value.shape[3]
     factor = float(scale) if scale is not None else 1 / math.sqrt(max(1, features))
     if query.device.type == "cuda" and query.dtype != torch.float64:  # the back ends load 16 bytes at a time
@@ -535,18 +539,6 @@ def attention_plan(
         raise ValueError(f"attention_plan: direction must be 'forward' or 'backward', got {direction!r}")
     _check(query, key, value, attn_mask, is_causal, None, enable_gqa)
     return plan_of(shape_of(query, key, value, attn_mask, is_causal), query.device, direction)
-
-
-def _under_autocast(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    device = query.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
-        return query, key, value, mask
-    dtype = torch.get_autocast_dtype(device)
-    if mask is not None and mask.is_floating_point():
-        mask = mask.to(dtype)
-    return query.to(dtype), key.to(dtype), value.to(dtype), mask
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.attentions.tables import MOST_SPLITS, PROGRAMS_PER_PROCESSOR, paged_config
-from rooftop.kernels.operands.checks import check_same_dtype, check_tensors
+from rooftop.kernels.operands.checks import check_finite, check_same_dtype, check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import without_kernels
@@ -90,13 +90,19 @@ def _attend_one_by_one(
         if length == 0:
             out[row] = 0
             continue
+        places = _attended(length, window, page)
         begin = 0 if window is None else max(0, length - window)
-        first = begin // page
-        own, seen = tables[row][first : -(-length // page)], slice(begin - first * page, length - first * page)
+        own, seen = tables[row][places], slice(begin - places.start * page, length - places.start * page)
         key, value = _side_by_side(keys, own)[None, :, seen], _side_by_side(values, own)[None, :, seen]
         grouped = query[row].reshape(1, kv_heads, -1, width)  # queries of one position
         found = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scale)
         out[row] = found.reshape(-1, width)
+
+
+def _attended(length: int, window: int | None, page: int) -> slice:
+    """The pages of a sequence, as a slice of its page table, with positions to which its query attends."""
+    begin = 0 if window is None else max(0, length - window)
+    return slice(begin // page, -(-length // page))
 
 
 def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
@@ -106,7 +112,7 @@ def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
     if len(own) == 1:
         return stored[own[0]]
     in_a_row = own == list(range(own[0], own[0] + len(own)))
-    found = stored[own[0] : own[0] + len(own)] if in_a_row else stored.index_select(0, torch.tensor(own))
+    found = stored[own[0] : own[0] + len(own)] if in_a_row else stored.index_select(0, torch.tensor(own, device="cpu"))
     return found.transpose(0, 1).flatten(1, 2)
 
 
@@ -142,7 +148,10 @@ def _attend(
     window: int | None,
     out: Tensor,
 ) -> None:
-    numbers = _checked_values(keys, pages, lengths) if without_kernels(query.device) else None
+    """Write the result (B, H, D) to `out`: by the kernels, by PyTorch's attention on a CPU, or by the reference for
+    float64.
+    """
+    numbers = _checked_values(keys, pages, lengths, window) if without_kernels(query.device) else None
     if out.numel() == 0:
         return
     batch, heads, width = query.shape
@@ -252,27 +261,28 @@ def paged_attention(
         scale: factor of the scores; None: 1 / sqrt(D).
         positions: the sum of `lengths`, or with a window the sum of the positions inside each window, if known. Only
             the cost depends on `positions`. With None, the cost counts one position per sequence.
-        window: each query attends only to the last `window` positions of its sequence; None: to all positions.
+        window: each query attends only to the last `window` positions of its sequence; None: to all positions. Pages
+            without such positions are not read, so their entries in `pages` may have any values.
 
     Returns:
         (B, H, D), dtype of the queries; scores, softmax and merging are float32 (float64 for float64).
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
-        ValueError: shapes or devices do not match. On the CPU, ValueError is also raised if a page is outside the
-            cache, or a length exceeds the page table. On a GPU, the result of a sequence with such a page or length is
-            NaN.
+        ValueError: shapes or devices do not match, or the scale is not finite. On the CPU, ValueError is also raised
+            if a query attends to a page outside the cache, or if a length is negative or exceeds the page table. On a
+            GPU, the result of such a sequence is NaN.
         NotImplementedError: a tensor requires a gradient, or forward-mode differentiation is active.
     """
     tensors = {"query": query, "keys": keys, "values": values, "pages": pages, "lengths": lengths}
     _check(tensors)
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise TypeError(f"paged_attention: scale must be a number or None, got {scale!r}")
-    if positions is not None and (isinstance(positions, bool) or not isinstance(positions, (int, torch.SymInt))):
+    if scale is not None:
+        check_finite("paged_attention", "scale", scale, "a number or None")
+    if positions is not None and not is_integer(positions):
         raise TypeError(f"paged_attention: positions must be an int or None, got {positions!r}")
     if isinstance(positions, int) and positions < 0:
         raise ValueError(f"paged_attention: positions must be 0 or more, got {positions}")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+    if window is not None and not is_integer(window):
         raise TypeError(f"paged_attention: window must be an int or None, got {window!r}")
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1 position, got {window}")
@@ -311,8 +321,12 @@ def _check(tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
-    """Check the lengths, and the page indices that lie within each length. Return both as Python numbers."""
+def _checked_values(
+    keys: Tensor, pages: Tensor, lengths: Tensor, window: int | None
+) -> tuple[list[list[int]], list[int]]:
+    """Check the lengths, and the indices of the pages to which queries attend. Return pages and lengths as Python
+    numbers.
+    """
     count, page, room = keys.shape[0], keys.shape[2], pages.shape[1] * keys.shape[2]
     depends("pages and lengths are checked at each call")
     numbers: list[int] = lengths.tolist()
@@ -323,7 +337,7 @@ def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> tuple[list[
         )
     tables: list[list[int]] = pages.tolist()
     for table, length in zip(tables, numbers, strict=True):
-        wrong = [each for each in table[: -(-length // max(1, page))] if not 0 <= each < count]
+        wrong = [each for each in table[_attended(length, window, max(1, page))] if not 0 <= each < count]
         if wrong:
             raise ValueError(f"paged_attention: pages must be from 0 to {count - 1}, got {wrong[0]}")
     return tables, numbers

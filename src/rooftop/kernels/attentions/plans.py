@@ -45,8 +45,7 @@ class Rule:
     capability: tuple[int, int] = (0, 0)  # minimum compute capability
     most_features: int = MOST_FEATURES
     least_positions: int = 0  # minimum number of queries
-    causal: bool | None = None
-    dtype: torch.dtype | None = None
+    causal: bool | None = None  # None: causal or not
 
 
 # Measured on an H200 at 64 to 16384 positions of 32 to 128 features (benchmarks/results/h200/tune_attentions.json).
@@ -102,13 +101,13 @@ def plan_of(shape: Shape, device: torch.device, direction: Direction, settings: 
 
 
 def _applies(rule: Rule, shape: Shape, capability: tuple[int, int]) -> bool:
+    """Whether a rule is for a call of this shape on a GPU of this compute capability."""
     features = max(shape.query[3], shape.value_features)
     return (
         capability >= rule.capability
         and features <= rule.most_features
         and shape.query[2] >= rule.least_positions
         and rule.causal in (None, shape.is_causal)
-        and rule.dtype in (None, shape.dtype)
     )
 
 
@@ -122,6 +121,7 @@ def _refusal(name: str, shape: Shape, capability: tuple[int, int], settings: boo
 
 _DISABLED, _NOT_DETERMINISTIC = _BY_SETTINGS = "it is disabled", "it is not deterministic"
 Limit = tuple[Callable[[Shape, tuple[int, int]], bool], str]
+"""(whether a back end can compute a call on a GPU of this compute capability, the reason if it cannot)"""
 
 _NOT_EMPTY: Limit = (lambda s, c: 0 not in (*s.query, s.key_heads, s.keys, s.value_features), "an input is empty")
 _SQUARE: Limit = (lambda s, c: not s.is_causal or s.query[2] == s.keys, "a causal mask must be square")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.attentions.tables import ROTARY, RotaryConfig
-from rooftop.kernels.operands.checks import check_tensors
+from rooftop.kernels.operands.checks import check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import by_reference
@@ -243,7 +243,7 @@ def rope(
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: a shape, device or position is wrong. With `inplace`, ValueError is also raised if x has overlapping
-            memory, or if autograd tracks x.
+            memory, if the features of x are not contiguous, or if autograd tracks x.
         NotImplementedError: the tables require a gradient, or forward-mode differentiation is active.
     """
     return _apply("rope", (x,), cos, sin, interleaved, offset, inplace)[0]
@@ -275,6 +275,7 @@ def _apply(
     offset: int | Tensor,
     inplace: bool,
 ) -> list[Tensor]:
+    """Check the arguments of `rope` or `rope_pair`, and return the rotated tensors in their own shapes."""
     _check(name, tensors, cos, sin, offset, inplace)
     no_tangents(name, *tensors, instead="the formula in plain PyTorch")
     whole = [_unsqueezed(t) if inplace or t.dim() == 4 else t.reshape((1,) * (4 - t.dim()) + t.shape) for t in tensors]
@@ -354,7 +355,7 @@ def _check_offset(name: str, x: Tensor, table_positions: int, offset: int | Tens
             return
         first, last = int(offset.min()), int(offset.max()) + positions
     else:
-        if isinstance(offset, bool) or not isinstance(offset, int):
+        if not is_integer(offset):
             raise TypeError(f"{name}: offset must be an int or a tensor, got {offset!r}")
         first, last = offset, offset + positions
     if first < 0 or last > table_positions:

@@ -55,6 +55,7 @@ def merge_backward_reference(
 
 
 def _weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute (w_a, w_b, lse) from the log-sum-exps of two parts, or (0, 0, -inf) if both log-sum-exps are -inf."""
     largest = torch.maximum(lse_a, lse_b)
     shift = largest.masked_fill(largest == -torch.inf, 0.0)
     a, b = (lse_a - shift).exp(), (lse_b - shift).exp()
@@ -213,6 +214,7 @@ _states_in_place = declare("merge_attention_states_", MergeAttentionStatesInPlac
 
 
 def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Write the merged states to out and lse, which may be out_a and lse_a."""
     if by_reference(lse):
         for target, value in zip((out, lse), merge_reference(out_a, lse_a, out_b, lse_b), strict=True):
             target.copy_(value)

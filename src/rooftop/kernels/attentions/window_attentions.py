@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,8 @@ from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, matrix_precision, precision_of
 from rooftop.kernels.attentions.tables import WINDOW_BACKWARD, WINDOW_FORWARD, WINDOW_PROGRAMS_PER_SM, WindowConfig
-from rooftop.kernels.operands.checks import check_finite, check_shape, check_tensors
+from rooftop.kernels.operands.autocasting import cast_by_autocast
+from rooftop.kernels.operands.checks import check_finite, check_number, check_shape, check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 from rooftop.kernels.operands.references import by_reference
@@ -142,6 +142,7 @@ def _windows(x: Tensor, window: Sequence[int]) -> tuple[int, int]:
 
 
 def _on_map(padded: Tensor, like: Tensor) -> Tensor:
+    """Cut off the padding of a map (B, padded H, padded W, channels): the result has the H and W of `like`."""
     return padded[:, : like.shape[1], : like.shape[2]]
 
 
@@ -192,6 +193,7 @@ def config_of(table: Sequence[WindowConfig], positions: int, features: int) -> W
 
 
 def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes) -> WordConstants:
+    """The constants that the kernels of forward and backward share."""
     features = x.shape[3] // (3 * sizes.heads)
     covered = [size % window == 0 for size, window in zip(x.shape[1:3], sizes.window, strict=True)]
     return {
@@ -216,18 +218,13 @@ def _block(size: int) -> int:
 # ---- implementations -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The arguments of window attention that are not tensors."""
 
     heads: int
     window: Sequence[int]
     shift: Sequence[int]
     scale: float
-
-    @property
-    def all(self) -> tuple[int, Sequence[int], Sequence[int], float]:
-        return self.heads, self.window, self.shift, self.scale
 
 
 def _sizes(x: Tensor, heads: int, window: Sequence[int], shift: Sequence[int], scale: float) -> Sizes:
@@ -253,7 +250,7 @@ def _forward(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tens
     """Compute window attention of packed queries, keys and values x (B, H, W, 3 C)."""
     config = _config(WINDOW_FORWARD, x, sizes)
     if config is None:
-        return window_attention_reference(x, bias, padding, cosine_scale, *sizes.all)
+        return window_attention_reference(x, bias, padding, cosine_scale, *sizes)
     require_triton()
     from rooftop.kernels.attentions.triton_kernels.window_attentions import window_attention_forward
 
@@ -277,7 +274,7 @@ def _backward(
     """Compute the same as `window_attention_backward_reference`."""
     config = _config(WINDOW_BACKWARD, x, sizes)
     if config is None or x.numel() == 0:
-        return window_attention_backward_reference(dout, x, bias, padding, cosine_scale, *sizes.all)
+        return window_attention_backward_reference(dout, x, bias, padding, cosine_scale, *sizes)
     require_triton()
     from rooftop.kernels.attentions.triton_kernels.window_attentions import window_attention_backward
 
@@ -333,7 +330,7 @@ class WindowAttention(NamedTuple):
         return x.new_empty((*x.shape[:3], x.shape[3] // 3))
 
     def in_pytorch(self) -> Tensor:
-        return window_attention_reference(*self[:4], *self._sizes().all)
+        return window_attention_reference(*self[:4], *self._sizes())
 
     def _sizes(self) -> Sizes:
         return _sizes(self.query_key_value, *self[4:])
@@ -466,19 +463,18 @@ def window_attention(
         dtype.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor is not dense or has a wrong dtype, or scale or dropout is not a number.
         ValueError: shapes or devices do not match, the shift exceeds the window, both scales are given, a scale is not
             finite, or dropout is not a probability.
         NotImplementedError: forward-mode differentiation or a second derivative, if dropout is 0.
     """
     _check(query_key_value, bias, heads, window, shift, padding, cosine_scale, scale)
+    check_number("window_attention", "dropout", dropout)
     if not 0 <= dropout <= 1:
         raise ValueError(f"window_attention: dropout must be between 0 and 1, got {dropout}")
     if dropout == 0:
         no_tangents("window_attention", query_key_value, bias, padding, cosine_scale, instead=PLAIN)
-    device = query_key_value.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and query_key_value.dtype != torch.float64:
-        query_key_value = query_key_value.to(torch.get_autocast_dtype(device))
+    (query_key_value,) = cast_by_autocast(query_key_value)
     factor = float(scale) if scale is not None else 1 / math.sqrt(max(1, query_key_value.shape[3] // (3 * heads)))
     tensors = (query_key_value, bias, padding, cosine_scale)
     if dropout > 0:
@@ -517,15 +513,11 @@ def _check(
 
 
 def _check_window(heads: int, window: Sequence[int], shift: Sequence[int]) -> None:
-    if not _is_count(heads) or heads < 1:
+    if not is_integer(heads) or heads < 1:
         raise ValueError(f"window_attention: heads must be a positive int, got {heads!r}")
     for name, pair, least in (("window", window, 1), ("shift", shift, 0)):
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-        if not is_pair or not all(_is_count(each) and each >= least for each in pair):
+        if not is_pair or not all(is_integer(each) and each >= least for each in pair):
             raise ValueError(f"window_attention: {name} must be two ints of at least {least}, got {pair!r}")
     if any(s >= w for s, w in zip(shift, window, strict=True)):
         raise ValueError(f"window_attention: shift must be below the window's size {tuple(window)}, got {tuple(shift)}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)

@@ -30,7 +30,7 @@ from rooftop.kernels.operands.activations import (
     activated,
     activation_backward_reference,
 )
-from rooftop.kernels.operands.autocasting import under_autocast
+from rooftop.kernels.operands.autocasting import cast_beside_residual
 from rooftop.kernels.operands.checks import check_choice, check_same_dtype, check_shape, check_tensors, two_integers
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import (
@@ -174,11 +174,10 @@ _conv_act = declare("conv_act", ConvAct, slopes=1, known=_without_cudnn)
 
 
 def _in_format(y: Tensor, before: Tensor, x: Tensor, weight: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """Return y and `before` in the memory format of the result; `before` is empty unless `keep`."""
     memory_format = _format_of(x, weight)
-    return (
-        y.contiguous(memory_format=memory_format),
-        before.contiguous(memory_format=memory_format) if keep else x.new_empty(0),
-    )
+    before = before.contiguous(memory_format=memory_format) if keep else x.new_empty(0)
+    return y.contiguous(memory_format=memory_format), before
 
 
 def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
@@ -295,9 +294,8 @@ def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Pair, padding: Pair,
     dilation: Pair, groups: int, activation: str | None,
 ) -> Prepared:  # fmt: skip
-    """Check the arguments, and cast them as autocast does. Return the tensors, a residual to add after the operator (or
-    None), the shapes, and the activation's name. If the residual's dtype differs from autocast's, the residual is added
-    after the operator, because it promotes the dtype of the sum, as in PyTorch.
+    """Check the arguments, and return what `cast_beside_residual` returns, followed by the shapes and the activation's
+    name.
     """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation
@@ -321,11 +319,6 @@ def _prepared(
         )
     check_shape(name, "bias", bias, (weight.shape[0],))
     check_shape(name, "residual", residual, (x.shape[0], weight.shape[0], *geometry.out), ": use .expand()")
-    later = None
-    if under_autocast(x):
-        narrow = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = (t.to(narrow) if t is not None else None for t in (x, weight, bias))  # type: ignore[assignment]
-        if residual is not None and residual.dtype != narrow:
-            residual, later = None, residual
+    x, weight, bias, residual, later = cast_beside_residual(x, weight, bias, residual)
     check_same_dtype(name, "input", x, "cast one, or use autocast", weight=weight, bias=bias, residual=residual)
     return x, weight, bias, residual, later, geometry, after

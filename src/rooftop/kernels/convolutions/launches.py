@@ -36,7 +36,7 @@ from rooftop.kernels.matmuls import launches as matmul_launches
 from rooftop.kernels.matmuls import tables as matmul_tables
 from rooftop.kernels.operands.activations import ACTIVATIONS
 from rooftop.kernels.operands.dtypes import HALVES
-from rooftop.kernels.operands.launch_data import capability, power_of_two
+from rooftop.kernels.operands.launch_data import Constants, capability, grid_of, power_of_two
 from rooftop.kernels.operands.references import without_kernels
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.launch.counters import counters
@@ -72,8 +72,8 @@ def copied(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: Geometr
     channels of a pixel must be multiples of 16 bytes.
 
     The input channels of a pixel must be a multiple of 32 bytes. If windows have several pixels or the image is padded,
-    the convolution's strides must divide the image's height and width. Both do not apply to images of fewer than
-    `LEAST_CHANNELS` channels, which are packed first.
+    the convolution's strides must divide the image's height and width. Neither of these two conditions applies to
+    images of fewer than `LEAST_CHANNELS` channels, which are packed first.
     """
     group = GROUP_BYTES // x.element_size()
     aligned = all(t.data_ptr() % GROUP_BYTES == 0 for t in (x, weight, residual) if t is not None)
@@ -175,13 +175,12 @@ def finish(
     rows, columns = (batch * pixels, channels) if last else (batch * channels, pixels)
     group = unit(columns)
     block = min(FINISH_COLUMNS, power_of_two(columns))
-    height = FINISH_ELEMENTS // block
+    tile: Constants = {"ROWS": FINISH_ELEMENTS // block, "COLUMNS": block, "num_warps": FINISH_WARPS}
     launch(
-        conv_act_finish, (-(-rows // height), -(-columns // block)), y.device,
+        conv_act_finish, grid_of(rows, columns, tile), y.device,
         sums, bias, residual, y, before, rows, columns // group, channels,
         ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        KEEP=before is not None, BY_ROW=not last, UNIT=group, ROWS=height, COLUMNS=block, HALF=y.dtype in HALVES,
-        num_warps=FINISH_WARPS,
+        KEEP=before is not None, BY_ROW=not last, UNIT=group, HALF=y.dtype in HALVES, **tile,
     )  # fmt: skip
 
 
@@ -299,6 +298,7 @@ def _copied(
     tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
     activation: str,
 ) -> None:  # fmt: skip
+    """Launch the persistent or the single kernel, both of which copy boxes of the image by TMA."""
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_persistent, conv_act_single
 
     boxes, weights = packed(x, weight, g) if g.channels < LEAST_CHANNELS else (boxes_of(x, g), weight)
@@ -370,6 +370,7 @@ def _gathered(
     tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
     activation: str,
 ) -> None:  # fmt: skip
+    """Launch the kernel that loads by pointers."""
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_gathered
 
     channels, out_channels = g.of_group
@@ -389,6 +390,7 @@ def _depthwise(
     tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
     activation: str,
 ) -> None:  # fmt: skip
+    """Launch the kernel for depthwise convolutions."""
     from rooftop.kernels.convolutions.triton_kernels.depthwise import conv_act_depthwise
 
     rows = g.batch * g.out[0]
@@ -422,6 +424,7 @@ def is_fastest(weight: Tensor) -> bool:
 def _constants(
     tile: ConvTile, g: Geometry, bias: Tensor | None, residual: Tensor | None, activation: str
 ) -> dict[str, int | bool]:
+    """The constants that the copying kernels and the kernel with pointers share."""
     return {
         "ACTIVATION": ACTIVATIONS.index(activation),
         "HAS_BIAS": bias is not None,

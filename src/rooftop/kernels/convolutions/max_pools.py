@@ -95,8 +95,9 @@ def max_pool2d(
 ) -> Tensor:  # fmt: skip
     """The largest value in each window, for inference, with the arguments of `torch.nn.functional.max_pool2d`.
 
-    A Rooftop kernel computes the result if the input is channels last (`.to(memory_format=torch.channels_last)`) and a
-    window has 25 elements or fewer; otherwise PyTorch does.
+    On a GPU, a Rooftop kernel computes the result if the input is channels last
+    (`.to(memory_format=torch.channels_last)`) and not float64, and a window has 25 elements or fewer. PyTorch computes
+    all other results.
 
     Args:
         input: (N, C, H, W), bfloat16, float16, float32 or float64.

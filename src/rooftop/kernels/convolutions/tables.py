@@ -353,6 +353,7 @@ def _distance(entry: Entry, problem: Problem) -> float:
 
 
 def _predicted(problem: Problem, library: Backend) -> ConvPlan:
+    """The plan for a shape that is far from all measured shapes."""
     geometry, reason = problem.geometry, "not measured near this shape"
     if geometry.pointwise and not problem.residual:
         return ConvPlan("product", None, "1 x 1: a product of matrices")

@@ -19,11 +19,8 @@ def derivatives(
     nodes = topological(outputs)
     depends: set[int] = set()
     for node in nodes:
-        if node.operation == "argument":
-            needed = node.value in wanted
-        else:
-            needed = any(id(each) in depends for each in node.operands)
-        if needed:
+        is_wanted = node.operation == "argument" and node.value in wanted
+        if is_wanted or any(id(each) in depends for each in node.operands):
             depends.add(id(node))
     found: dict[int, Expression] = {}
     flat: set[int] = set()  # nodes with a gradient of 0

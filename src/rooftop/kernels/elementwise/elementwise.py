@@ -390,7 +390,8 @@ class Fused:
 
         Raises:
             TypeError: the arguments are wrong, or an operation is not defined for a dtype.
-            ValueError: there are more than 8 tensors, the shapes do not broadcast, or the devices differ.
+            ValueError: there is no tensor, there are more than 8 tensors, the shapes do not broadcast, or the devices
+                differ.
         """
         if keywords or len(arguments) != len(self.names):
             arguments = self._bound(arguments, keywords)

@@ -52,7 +52,7 @@ class Layout:
 
     Attributes:
         accesses: one `Access` for each argument (over the merged dimensions); None for a number or an unused argument.
-        wide: whether offsets exceed 2^31.
+        wide: whether offsets need 64 bits.
         sums: for each output, what a program adds up: "rows" (one sum for each column), "columns" (one sum for each
             row), or "" for no sum. A program that adds up rows loops over several tiles with the same columns.
         stored: layout of a result in the caller's memory (`stores.py`).
@@ -297,6 +297,7 @@ class Body:
         return f"tl.store(y{number} + row * blocks + block, tl.sum(tl.where({mask}, {value}, 0.0), 1), mask=row < rows)"
 
     def _value_of(self, node: Expression) -> str:
+        """The source text that computes a node from its operands."""
         typed = self.types[id(node)]
         typing, common = OPERATIONS[node.operation].typing, typed.common
         if typing in DTYPES:
@@ -354,7 +355,7 @@ class Body:
 
 
 def _plain(node: Expression, text: str) -> str:
-    """Extract the number from a text such as `tl.full((), number, dtype)`."""
+    """The number in a text such as `tl.full((), number, dtype)` of a constant; the text itself for all other nodes."""
     return text.split(", ")[1] if node.operation == "constant" and text.startswith("tl.full") else text
 
 

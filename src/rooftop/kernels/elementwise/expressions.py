@@ -68,22 +68,10 @@ def _operations() -> dict[str, Operation]:
         "div": Operation("float", 2, torch.div, lambda g, y, a, b: (g / b, -g * (y / b)), symbol="/"),
         "pow": Operation("promoted", 2, torch.pow, _gradients_of_power, symbol="**", autocast=True),
         "maximum": Operation(
-            "promoted",
-            2,
-            torch.maximum,
-            lambda g, y, a, b: (
-                where(equal(a, b), g * 0.5, where(a < b, 0, g)),
-                where(equal(a, b), g * 0.5, where(a > b, 0, g)),
-            ),
+            "promoted", 2, torch.maximum, lambda g, y, a, b: (_unless(a < b, g, a, b), _unless(a > b, g, a, b))
         ),
         "minimum": Operation(
-            "promoted",
-            2,
-            torch.minimum,
-            lambda g, y, a, b: (
-                where(equal(a, b), g * 0.5, where(a > b, 0, g)),
-                where(equal(a, b), g * 0.5, where(a < b, 0, g)),
-            ),
+            "promoted", 2, torch.minimum, lambda g, y, a, b: (_unless(a > b, g, a, b), _unless(a < b, g, a, b))
         ),
         "clamp_min": Operation(
             "promoted", 2, torch.maximum, lambda g, y, a, b: (where(a >= b, g, 0), where(a < b, g, 0))
@@ -158,6 +146,11 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def _first(a: Tensor, b: Tensor) -> Tensor:
     """Return a, which the caller has cast to the common dtype of both operands."""
     return a
+
+
+def _unless(exceeded: Expression, g: Expression, a: Expression, b: Expression) -> Expression:
+    """The gradient of one operand of a maximum or minimum: 0 if the other operand is the result, half if both are."""
+    return where(equal(a, b), g * 0.5, where(exceeded, 0, g))
 
 
 def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expression) -> Gradients:
@@ -377,7 +370,9 @@ def _bare(text: str) -> str:
 
 
 def _power(a: Any, b: Any) -> Expression:
-    """A power; small constant exponents become products, as in PyTorch."""
+    """A power. As in PyTorch, constant exponents become products if they are 1 to 4, and square roots and reciprocals
+    if they are floats.
+    """
     if type(b) in (int, float) and b in (1, 2, 3, 4):
         # a boolean to an integer power is an integer, and to a float power a float
         a = apply("base", a, type(b)(1))
@@ -391,7 +386,7 @@ def _power(a: Any, b: Any) -> Expression:
 
 
 def _with_alpha(operation: str) -> Callable[..., Expression]:
-    """Build input + alpha * other. The dtype of the result does not depend on alpha."""
+    """Build input + alpha * other, or input - alpha * other. The dtype of the result does not depend on alpha."""
 
     def build(input: Any, other: Any, *, alpha: Any = 1) -> Expression:
         return apply(operation, input, _times(apply("common", other, input), alpha) if _not_1(alpha) else other)
@@ -495,9 +490,8 @@ _METHODS: dict[str, Callable[..., Expression]] = {
     **{name: _binary(name) for name in ("maximum", "minimum", "mul", "clamp_min", "clamp_max")},
     **{name: _binary(name) for name, each in OPERATIONS.items() if each.typing in ("compared", "bitwise")},
     **{name: _logical(f"bitwise_{name[8:]}") for name in ("logical_and", "logical_or", "logical_xor", "logical_not")},
-    **{name: (lambda input, name=name: apply(NAMES[getattr(torch, name)], input)) for name in ("half", "bfloat16")},
-    **{name: (lambda input, name=name: apply(NAMES[getattr(torch, name)], input)) for name in ("float", "double")},
-    **{name: (lambda input, name=name: apply(NAMES[getattr(torch, name)], input)) for name in ("int", "long", "bool")},
+    **{name: _unary(NAMES[getattr(torch, name)]) for name in ("half", "bfloat16", "float", "double")},
+    **{name: _unary(NAMES[getattr(torch, name)]) for name in ("int", "long", "bool")},
     "add": _with_alpha("add"),
     "sub": _with_alpha("sub"),
     "div": _divide,

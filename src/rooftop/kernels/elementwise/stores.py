@@ -86,8 +86,8 @@ def store_fused(
             bits, and write `float64_of_bits(a0)` in the program.
         out: the memory of the result. `out` may be the memory of an input tensor, but must not overlap an input
             partially.
-        rows: numbers that repeat along the last dimension of `out`. The size of the last dimension must be a multiple
-            of the count of the numbers. Among the program's arguments, rows follow the tensors.
+        rows: lists of numbers that repeat along the last dimension of `out`, whose size must be a multiple of the
+            length of each list. Among the program's arguments, rows follow the tensors.
 
     Returns:
         The launch, which can be repeated with different memory. None if there was no launch, or several launches, or a
@@ -118,6 +118,7 @@ def store_fused(
 
 
 def _check_double(plan: Plan) -> None:
+    """Raise TypeError if the program has an operation in float64 that kernels compute only in float32."""
     for node in topological(plan.outputs):
         if node.operation in FAST and plan.types[id(node)].common == torch.float64:
             raise TypeError(f"store_fused: {node.operation} is not computed in float64: cast its operand to float32")
@@ -249,10 +250,12 @@ def _unit(dims: Dims, every: Sequence[Access], leads: Sequence[int]) -> int:
 
 
 def _access(dims: Dims, n: int) -> Access:
+    """How the kernel steps through tensor n of merged dimensions."""
     return Access(tuple(strides[n] != 0 for _, strides in dims[:-1]), min(dims[-1][1][n], 2))
 
 
 def _steps(access: Access | None) -> bool:
+    """Whether the kernel has an argument for the stride of the tensor's columns."""
     return access is not None and access.column == 2
 
 
@@ -351,6 +354,7 @@ def _row_of(tensor: str, access: Access) -> str:
 
 
 def _leads(every: Mapping[str, Access]) -> list[str]:
+    """The names of the arguments that give the offset from a tensor's pointer to its first element."""
     return [f"{tensor}_lead" for tensor, access in every.items() if access.column != 3]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from rooftop.kernels.gated import tables
 from rooftop.kernels.operands.launch_data import grid_of, tile_of
-from rooftop.kernels.operands.strided_rows import unit_columns
+from rooftop.kernels.operands.strided_rows import unit, unit_columns
 from rooftop.launch.triton_launch import launch, require_triton
 
 
@@ -23,10 +21,10 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
         return y
     gates, ups = _as_rows(gate, up)
     rows, columns = gates.shape
-    unit = math.gcd(8, columns, gates.stride(0), ups.stride(0))
+    group = unit(columns, gates.stride(0), ups.stride(0))
     tile = tile_of(tables.FORWARD.tile_bytes // gate.element_size(), columns, tables.FORWARD.warps)
-    sizes = (rows, columns // unit, gates.stride(0) // unit, ups.stride(0) // unit)
-    launch(swiglu_forward, grid_of(rows, columns, tile), gate.device, gates, ups, y, *sizes, UNIT=unit, **tile)
+    sizes = (rows, columns // group, gates.stride(0) // group, ups.stride(0) // group)
+    launch(swiglu_forward, grid_of(rows, columns, tile), gate.device, gates, ups, y, *sizes, UNIT=group, **tile)
     return y
 
 
@@ -40,10 +38,10 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -
     gradients, gates, ups, to_gate, to_up = _as_rows(dy, gate, up, dgate, dup)
     rows, columns = gates.shape
     strides = [t.stride(0) for t in (gradients, gates, ups, to_gate)]
-    unit = math.gcd(8, columns, *strides)
+    group = unit(columns, *strides)
     tile = tile_of(tables.BACKWARD.tile_bytes // gate.element_size(), columns, tables.BACKWARD.warps)
-    tensors, sizes = (gradients, gates, ups, to_gate, to_up), (rows, columns // unit, *(s // unit for s in strides))
-    launch(swiglu_backward, grid_of(rows, columns, tile), gate.device, *tensors, *sizes, UNIT=unit, **tile)
+    tensors, sizes = (gradients, gates, ups, to_gate, to_up), (rows, columns // group, *(s // group for s in strides))
+    launch(swiglu_backward, grid_of(rows, columns, tile), gate.device, *tensors, *sizes, UNIT=group, **tile)
 
 
 def _as_rows(*tensors: Tensor) -> list[Tensor]:

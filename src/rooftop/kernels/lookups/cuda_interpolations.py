@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
+from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.cuda_texts import cuda_text
-from rooftop.kernels.operands.dtypes import CPP_TYPES, accumulator_dtype
+from rooftop.kernels.operands.dtypes import CPP_TYPES, FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.launch import cuda
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents, without_autocast
@@ -106,7 +107,7 @@ class TrilinearCuda(NamedTuple):
     def run(self) -> Tensor:
         if not cuda.runs_on(self.features):
             return self.in_pytorch()
-        features, points = self.features.contiguous(), self.points.contiguous()
+        features, points = (t.contiguous() for t in self)
         out = self.fake()
         if out.numel():
             name, grid, block = kernel_for("trilinear_forward", points, (features, out))
@@ -210,17 +211,11 @@ def check_arguments(function: str, features: Tensor, points: Tensor) -> None:
     Raises:
         TypeError, ValueError: as in `trilinear_interpolate_cuda`.
     """
-    for name, tensor, shape in (("features", features, "(B, 8, C)"), ("points", points, "(B, 3)")):
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            raise TypeError(f"{function}: {name} must be a dense tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in TYPES:
-            raise TypeError(f"{function}: {name} must be floating point, got {tensor.dtype}")
-        fits = tensor.dim() == 3 and tensor.shape[1] == 8 if name == "features" else tensor.shape[1:] == (3,)
-        if not fits:
-            raise ValueError(f"{function}: expected {name} of shape {shape}, got {tuple(tensor.shape)}")
+    check_tensors(function, FLOATS, features=features, points=points)
+    if features.dim() != 3 or features.shape[1] != 8:
+        raise ValueError(f"{function}: expected features of shape (B, 8, C), got {tuple(features.shape)}")
+    if points.shape[1:] != (3,):
+        raise ValueError(f"{function}: expected points of shape (B, 3), got {tuple(points.shape)}")
     if features.shape[0] != points.shape[0]:
         counts = f"{features.shape[0]} cells, {points.shape[0]} points"
         raise ValueError(f"{function}: expected one row of features for each point, got {counts}")
-    if features.device != points.device:
-        where = f"features are on {features.device}, points on {points.device}"
-        raise ValueError(f"{function}: {where}: move both to one device")

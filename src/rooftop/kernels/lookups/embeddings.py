@@ -147,7 +147,8 @@ def embedding(
             out-of-range tokens stop the program with a device error, as in PyTorch.
         weight: (V, D), bfloat16, float16, float32 or float64.
         padding_idx: a token whose row gets no gradient; a negative number counts from the end of the table.
-        max_norm, norm_type, scale_grad_by_freq, sparse: only PyTorch's defaults are accepted.
+        max_norm, scale_grad_by_freq, sparse: only PyTorch's defaults are accepted.
+        norm_type: has no effect, since it is an argument of max_norm.
 
     Returns:
         (*input.shape, D). The gradient of the weight is added up in float32 (float64 for float64). The order of the
@@ -156,6 +157,7 @@ def embedding(
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match, or padding_idx is outside the table.
+        IndexError: on the CPU, a token is out of range.
         NotImplementedError: max_norm, scale_grad_by_freq or sparse is given.
     """
     check_unsupported(max_norm, scale_grad_by_freq, sparse)

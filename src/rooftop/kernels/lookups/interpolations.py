@@ -21,7 +21,7 @@ from rooftop.kernels.lookups.cuda_interpolations import (
     trilinear_backward_reference,
 )
 from rooftop.kernels.operands.references import by_reference
-from rooftop.launch.operators import declare, has_tangent, no_second_derivative
+from rooftop.launch.operators import declare, no_second_derivative, no_tangents
 from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
@@ -88,8 +88,5 @@ def trilinear_interpolate(features: Tensor, points: Tensor) -> Tensor:
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     check_arguments("trilinear_interpolate", features, points)
-    if has_tangent(features, points):
-        raise NotImplementedError(
-            "trilinear_interpolate has no forward-mode derivative: differentiate trilinear_reference under jvp"
-        )
+    no_tangents("trilinear_interpolate", features, points, instead="trilinear_reference")
     return _trilinear(features, points)

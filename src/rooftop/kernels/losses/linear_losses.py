@@ -4,7 +4,7 @@ The forward pass computes the logits of one chunk of rows at a time. It turns th
 and immediately multiplies this gradient by weight and hidden (as in Hsu et al. 2024, "Liger Kernel"). Backward only
 scales the gradients. The three matrix products of the forward pass take most of the time. `losses.py` defines the loss
 of a row. Results are deterministic: the results of the chunks are added in order, and the size of a chunk depends only
-on the shapes.
+on the shapes and on `chunk_size`.
 
 In float16 the gradient of the logits is not divided by the mean's divisor (the sum of the targets' weights) before the
 products, because the gradient would underflow before a loss scale can help. Backward divides by the mean's divisor
@@ -43,8 +43,8 @@ from rooftop.kernels.losses.losses import (
     scaled,
     total_of,
 )
-from rooftop.kernels.operands.autocasting import result_dtype, under_autocast
-from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check_shape, check_tensors
+from rooftop.kernels.operands.autocasting import cast_by_autocast, result_dtype
+from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check_shape, check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.padded_rows import missing_columns, padded
 from rooftop.launch.operators import declare, keeps_for_backward, without_autocast
@@ -224,8 +224,8 @@ def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 
 def _scaled_late(hidden: Tensor) -> bool:
-    """Whether backward instead of forward applies the factor 1 / rows. In float16, the factor 1 / rows in forward would
-    make gradients of the logits underflow before a loss scale can help.
+    """Whether backward instead of forward applies the mean's factor: in float16, gradients of the logits that contain
+    this factor would underflow before a loss scale can help.
     """
     return hidden.dtype == torch.float16
 
@@ -283,9 +283,7 @@ def linear_cross_entropy(
     check_tensors("linear_cross_entropy", None, ("bias",), hidden=hidden, weight=weight, bias=bias)
     check_tensors("linear_cross_entropy", target=target)
     dtype = result_dtype("cross_entropy", hidden)
-    if under_autocast(hidden):
-        narrow = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = (t.to(narrow) if t is not None else None for t in (hidden, weight, bias))  # type: ignore[assignment]
+    hidden, weight, bias = cast_by_autocast(hidden, weight, bias)
     _check_linear(hidden, weight, bias, target)
     rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0)  # (N, H)
     logits = LogitsShape((rows.shape[0], weight.shape[0]), hidden.dtype, hidden.device)
@@ -297,7 +295,7 @@ def linear_cross_entropy(
             "linear_cross_entropy: reduction must be 'mean' or 'sum', got 'none': forward already computes the "
             "gradients, which needs a scalar loss"
         )
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    if chunk_size is not None and (not is_integer(chunk_size) or chunk_size < 1):
         raise ValueError(f"linear_cross_entropy: chunk_size must be a positive int, got {chunk_size!r}")
     wanted = [int(keeps_for_backward(t)) for t in (hidden, weight, bias)]  # torch.jit.trace takes no list of bools
     chunk = chunk_size or chunk_rows(rows.shape[0], rows.shape[1], weight.shape[0])

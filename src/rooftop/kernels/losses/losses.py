@@ -18,7 +18,6 @@ Results are deterministic: the kernels use no atomics, and add in a fixed order.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ from rooftop.kernels.losses.formulas import (
 )
 from rooftop.kernels.losses.launches import Terms
 from rooftop.kernels.operands.autocasting import result_dtype
-from rooftop.kernels.operands.checks import check_shape, check_tensors
+from rooftop.kernels.operands.checks import check_finite, check_number, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference, without_kernels
 from rooftop.launch.fast_path import transformed
@@ -499,10 +498,7 @@ def check_arguments(
     check_shape(name, "class weights", weight, (classes,))
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    for argument, value in (("label_smoothing", smoothing), ("z_loss", z_loss)):
-        if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-            raise TypeError(f"{name}: {argument} must be a number, got {type(value).__name__}")
+    check_number(name, "label_smoothing", smoothing)
     if not 0.0 <= smoothing <= 1.0:
         raise ValueError(f"{name}: label_smoothing must be from 0 to 1, got {smoothing}")
-    if not abs(z_loss) < math.inf:  # torch.compile does not support isfinite of a number that it treats as a variable
-        raise ValueError(f"{name}: z_loss must be finite, got {z_loss}")
+    check_finite(name, "z_loss", z_loss)

@@ -81,6 +81,9 @@ def forward(
 def _by_library(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
+    """Compute (y, input of the activation) by cuBLAS, with a separate pass for the operations that cuBLAS does not
+    fuse.
+    """
     nothing, (rows, columns) = x.new_empty(0), (x.shape[0], weight.shape[0])
     x, weight, bias = _with_aligned_rows(x, weight, bias)
     if bias is not None and finished_by_library(x, bias, activation, residual, keep):
@@ -111,6 +114,9 @@ def _with_descriptors(
     tile: Tile, split: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
     y: Tensor, before: Tensor, padded_rows: int, rounded: bool,
 ) -> None:  # fmt: skip
+    """Launch the persistent kernel. With several parts of K, y has the float32 sums of part p from row p * padded_rows
+    on.
+    """
     from rooftop.kernels.matmuls.triton_kernels import linear_act_descriptors
 
     rows, depth = x.shape

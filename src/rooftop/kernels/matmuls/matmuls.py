@@ -33,7 +33,7 @@ from rooftop.kernels.operands.activations import (
     activated,
     activation_backward_reference,
 )
-from rooftop.kernels.operands.autocasting import under_autocast
+from rooftop.kernels.operands.autocasting import cast_beside_residual, under_autocast
 from rooftop.kernels.operands.checks import check_choice, check_same_dtype, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.padded_rows import LEAST_PADDED, missing_columns, padded
@@ -441,10 +441,7 @@ Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Prepared:
-    """Check the arguments, and cast them as autocast does. Return the tensors, and a residual to add after the operator
-    (or None). If the residual's dtype differs from autocast's, the residual is added after the operator, because it
-    promotes the dtype of the sum, as in PyTorch.
-    """
+    """Check the arguments, and return what `cast_beside_residual` returns."""
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     check_choice(name, "activation", activation, ACTIVATIONS)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
@@ -453,11 +450,6 @@ def _prepared(
         )
     check_shape(name, "bias", bias, (weight.shape[0],))
     check_shape(name, "residual", residual, (*x.shape[:-1], weight.shape[0]), ": use .expand()")
-    later = None
-    if under_autocast(x):
-        narrow = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = (t.to(narrow) if t is not None else None for t in (x, weight, bias))  # type: ignore[assignment]
-        if residual is not None and residual.dtype != narrow:
-            residual, later = None, residual
+    x, weight, bias, residual, later = cast_beside_residual(x, weight, bias, residual)
     check_same_dtype(name, "input", x, "cast one, or use autocast", weight=weight, bias=bias, residual=residual)
     return x, weight, bias, residual, later

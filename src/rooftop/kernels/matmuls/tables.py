@@ -210,6 +210,7 @@ def choose(problem: Problem) -> LinearPlan:
 
 
 def _few_rows(problem: Problem, tiles: float) -> FewRows | None:
+    """The entry of `FEW_ROWS_ON_HOPPER` for a result of `tiles` tiles per SM; None if no entry applies."""
     if problem.capability != 9 or not problem.aligned or problem.activation == "gelu_tanh":
         return None
     by_library = not problem.finish or problem.library_finish

@@ -38,6 +38,7 @@ class Staged(NamedTuple):
     Attributes:
         kernel: the kernel's name with its template arguments, as NVRTC needs it.
         fused_multiply_add: whether the compiler may fuse products and sums.
+        rows: the number of rows.
         most: the maximum number of clusters; 0 means as many as the device can run at the same time.
         multiple: the number of clusters is a multiple of this number. If `multiple` is eight, all rows of a cluster
             have the same shift.
@@ -86,17 +87,11 @@ def refused(
         return "the parameters are float64"
     if not aligned:
         return "rows do not begin at a multiple of 16 bytes"
-    if columns % GROUP == 0:
-        return (
-            None
-            if all(stride % GROUP == 0 for stride in strides)
-            else "the row stride is not a multiple of eight elements"
-        )
-    return (
-        None
-        if all(stride == columns for stride in strides)
-        else "rows whose length is not a multiple of eight are not contiguous"
-    )
+    if columns % GROUP == 0 and any(stride % GROUP for stride in strides):
+        return "the row stride is not a multiple of eight elements"
+    if columns % GROUP and any(stride != columns for stride in strides):
+        return "rows whose length is not a multiple of eight are not contiguous"
+    return None
 
 
 def staged(

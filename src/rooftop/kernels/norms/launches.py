@@ -27,6 +27,7 @@ def _kernel(name: str) -> Any:
 
 
 def _rows(start: int, stop: int, tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """The rows from `start` to `stop` of each tensor; None stays None."""
     return [t[start:stop] if t is not None else None for t in tensors]
 
 

@@ -21,7 +21,7 @@ from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.norms import launches
 from rooftop.kernels.norms.plans import without_kernels
 from rooftop.kernels.operands.autocasting import result_dtype
-from rooftop.kernels.operands.checks import check_shape, check_tensors
+from rooftop.kernels.operands.checks import check_finite, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import device_facts
 from rooftop.kernels.operands.strided_rows import unit_columns
@@ -184,12 +184,11 @@ class NormBackward(NamedTuple):
 
     def _parameter_gradients(self) -> tuple[Tensor, Tensor]:
         """Allocate the gradients of weight and bias. A gradient that is not needed is an empty tensor."""
-        weight, bias = (t if wanted else None for t, wanted in zip((self.weight, self.bias), self.mask, strict=True))
-        nothing = self.x.new_empty(0)
-        return (
-            nothing if weight is None else self.x.new_empty(weight.shape, dtype=weight.dtype),
-            self.x.new_empty(0) if bias is None else self.x.new_empty(bias.shape, dtype=bias.dtype),
+        dweight, dbias = (
+            self.x.new_empty(t.shape, dtype=t.dtype) if t is not None and wanted else self.x.new_empty(0)
+            for t, wanted in zip((self.weight, self.bias), self.mask, strict=True)
         )
+        return dweight, dbias
 
     def reference(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute (dx, dweight, dbias) in plain PyTorch. dweight and dbias have the statistics' dtype, and are None if
@@ -243,9 +242,7 @@ norm_backward = declare("norm_backward", NormBackward, known=True)
 
 
 def runs_reference(x: Tensor) -> bool:
-    """Whether plain PyTorch computes the norm instead of a kernel; always true for empty tensors, which no kernel can
-    process.
-    """
+    """Whether plain PyTorch computes the norm instead of a kernel; always true for rows without elements."""
     return without_kernels(x.dtype, x.shape[1], device_facts(x.device).triton) is not None
 
 
@@ -308,10 +305,11 @@ def layer_norm(
         Like input; under a GPU's autocast float32, as in PyTorch. Statistics are float32 (float64 for float64).
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype is not floating point.
-        ValueError: shapes or devices do not match.
+        TypeError: a tensor is not dense, its dtype is not floating point, or eps is not a number.
+        ValueError: shapes or devices do not match, or eps is not finite.
     """
     shape = check_norm("layer_norm", normalized_shape, input, None, weight=weight, bias=bias)
+    check_finite("layer_norm", "eps", eps)
     dtype = result_dtype("layer_norm", input)
     y = _layer_norm(norm_rows(input, shape), one_row(weight), one_row(bias), eps, dtype)[0]
     return shaped(y, input)
@@ -335,20 +333,25 @@ def rms_norm(
         Like input; under a GPU's autocast float32, as in PyTorch. Statistics are float32 (float64 for float64).
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype is not floating point.
-        ValueError: shapes or devices do not match.
+        TypeError: a tensor is not dense, its dtype is not floating point, or eps is not a number.
+        ValueError: shapes or devices do not match, or eps is not finite.
     """
     shape = check_norm("rms_norm", normalized_shape, input, None, weight=weight)
-    eps, dtype = rms_eps(input, eps), result_dtype("rms_norm", input)
+    eps, dtype = rms_eps("rms_norm", input, eps), result_dtype("rms_norm", input)
     return shaped(_rms_norm(norm_rows(input, shape), one_row(weight), eps, dtype)[0], input)
 
 
 # ---- checks and conversions of arguments, for all norms ------------------------------------------------------------
 
 
-def rms_eps(x: Tensor, eps: float | None) -> float:
-    """`eps`, or PyTorch's default: the machine epsilon of the statistics' dtype."""
-    return torch.finfo(accumulator_dtype(x.dtype)).eps if eps is None else eps
+def rms_eps(name: str, x: Tensor, eps: float | None) -> float:
+    """`eps`, or PyTorch's default if `eps` is None: the machine epsilon of the statistics' dtype. Raise TypeError or
+    ValueError if `eps` is not a finite number.
+    """
+    if eps is None:
+        return torch.finfo(accumulator_dtype(x.dtype)).eps
+    check_finite(name, "eps", eps, "a number or None")
+    return eps
 
 
 def norm_rows(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -220,6 +220,7 @@ def choose_forward(call: Forward) -> NormPlan:
 
 
 def _fours(call: Forward, group: int) -> ForwardConfig | None:
+    """Launch parameters for half precision rows that begin at multiples of 8 bytes; None for all other rows."""
     if call.adds or group != 4 or call.dtype.itemsize != 2 or call.columns < tables.FOURS_FROM:
         return None
     return config_for(tables.FORWARD_FOURS_RMS if call.rms else tables.FORWARD_FOURS, call.columns)
@@ -231,6 +232,7 @@ def _forward_parts(call: Forward, worthwhile: bool) -> list[Part]:
 
 
 def _fetched(call: Forward) -> list[torch.dtype]:
+    """The dtypes of the tensors whose rows forward loads."""
     return [call.dtype] if call.residual is None else [call.dtype, call.residual]
 
 
@@ -315,11 +317,15 @@ def choose_backward(call: Backward) -> NormPlan:
 
 
 def _pairs(call: Backward) -> BackwardConfig | None:
+    """Launch parameters for short half precision rows whose length is even, but not a multiple of four; None for all
+    other rows.
+    """
     of_pairs = call.dtype.itemsize == 2 and call.columns % 4 == 2 and call.columns > tables.SHIFTED_FROM
     return config_for(tables.BACKWARD_PAIRS, call.columns) if of_pairs else None
 
 
 def _fetched_backward(call: Backward) -> list[torch.dtype]:
+    """The dtypes of the tensors whose rows backward loads."""
     return [call.slope, call.dtype] if call.added is None else [call.slope, call.added, call.dtype]
 
 
@@ -346,6 +352,7 @@ def _sums(call: Backward) -> Constants:
 
 
 def _backward_part(call: Backward, part: Part, pairs: BackwardConfig | None) -> tuple[Backend, tuple[Launch, ...], str]:
+    """Return (back end, launches, reason) for dx and the partial sums of a range of rows."""
     start, stop, shifted = part
     rows, columns, group = stop - start, call.columns, unit(call.columns, *call.strides)
     sizes = (rows, columns // group, *(stride // group for stride in call.strides))
@@ -372,6 +379,9 @@ def _backward_part(call: Backward, part: Part, pairs: BackwardConfig | None) -> 
 
 
 def _backward_long(call: Backward, part: Part, sizes: tuple[int, ...], constants: Constants) -> tuple[Launch, Launch]:
+    """The launches for rows that do not fit in a program's registers: sums along the rows, then dx by blocks of
+    columns.
+    """
     start, stop, shifted = part
     rows, config = stop - start, tables.BACKWARD_LONG
     blocks = -(-(call.columns + 7 * shifted) // config.block)

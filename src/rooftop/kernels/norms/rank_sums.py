@@ -129,9 +129,8 @@ def norm_of_rank_sum(
     """Compute the sum of `partial` over all ranks, plus `input_bias` and `residual`, and the norm of this sum.
 
     All ranks must call this function with the same shapes, and with the same values of all arguments except `partial`
-    and `mailboxes`.
-    Like NCCL's kernels, the kernel waits for the other ranks; setting `mailboxes.stop` ends the wait. The function does
-    not support autograd.
+    and `mailboxes`. Like NCCL's kernels, the kernel waits for the other ranks; setting `mailboxes.stop` ends the wait.
+    The function does not support autograd.
 
     Args:
         partial: (..., N), float32 or half precision, on a GPU.
@@ -153,6 +152,7 @@ def norm_of_rank_sum(
     given = {"weight": weight, "bias": bias, "input_bias": input_bias}
     shape = check_norm("norm_of_rank_sum", partial.shape[-1], partial, residual, **given)
     rows, columns = norm_rows(partial, shape).shape
+    eps = rms_eps("norm_of_rank_sum", partial, eps)
     refused = mailboxes.refused(rows, columns, partial.dtype)
     if refused:
         raise ValueError(f"norm_of_rank_sum: {refused}")
@@ -167,7 +167,7 @@ def norm_of_rank_sum(
     tensors = [_aligned(t, width) for t in (partial, residual, *parameters)]
     places = (mailboxes.addresses, mailboxes.state, mailboxes.rank)
     half_words = mailboxes.ranks * mailboxes.words
-    kernel.launch(rows, threads, *tensors, y, total, *places, columns, half_words, rms_eps(partial, eps))
+    kernel.launch(rows, threads, *tensors, y, total, *places, columns, half_words, eps)
     return y, total
 
 
@@ -200,6 +200,6 @@ def norm_of_rank_sum_reference(
     for partial in partials[1:]:
         wide = wide + partial
     total = add_reference(wide, residual, input_bias).to(dtype).reshape(-1, shape[-1])
-    eps = rms_eps(total, eps)
+    eps = rms_eps("norm_of_rank_sum", total, eps)
     y = (RmsNorm(total, weight, eps, dtype) if rms else LayerNorm(total, weight, bias, eps, dtype)).in_pytorch()[0]
     return y.reshape(shape), total.reshape(shape)

@@ -32,6 +32,7 @@ from rooftop.kernels.norms.norms import (
 )
 from rooftop.kernels.norms.plans import NormPlan, choose_backward, choose_forward, forward_call, gradients_of
 from rooftop.kernels.operands.autocasting import result_dtype
+from rooftop.kernels.operands.checks import check_finite
 from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.kernels.operands.strided_rows import unit_columns
 from rooftop.launch.fast_path import computed_on_cpu
@@ -225,9 +226,11 @@ def add_layer_norm(
         the dtype of input, like the results of PyTorch's sums.
 
     Raises:
-        TypeError: a tensor is not dense, a dtype is not floating point, or the dtypes of residual and input differ.
-        ValueError: shapes or devices do not match.
+        TypeError: a tensor is not dense, a dtype is not floating point, the dtypes of residual and input differ, or eps
+            is not a number.
+        ValueError: shapes or devices do not match, or eps is not finite.
     """
+    check_finite("add_layer_norm", "eps", eps)
     if _is_plain_sum(input, residual, normalized_shape, weight, bias, input_bias):
         total = add_reference(input, residual, input_bias)
         y = torch.nn.functional.layer_norm(total, input.shape[-1:], weight, bias, eps)
@@ -259,7 +262,8 @@ def add_rms_norm(
     name, parameters = "add_rms_norm", {"weight": weight, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
     flat, (added, of_input, scale) = flat_arguments(shape, input, residual, input_bias, weight)
-    y, total, _ = _add_rms_norm(flat, added, of_input, scale, rms_eps(input, eps), result_dtype("rms_norm", input))
+    eps, dtype = rms_eps(name, input, eps), result_dtype("rms_norm", input)
+    y, total, _ = _add_rms_norm(flat, added, of_input, scale, eps, dtype)
     return shaped(y, input), shaped(total, input) if adds(residual, input_bias) else input
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,22 +27,13 @@ BACKWARD_FLOPS = {
 
 
 def activated(values: Tensor, activation: str) -> Tensor:
-    """Apply PyTorch's activation of this name."""
-    if activation == "relu":
-        return values.relu()
-    if activation == "gelu":
-        return functional.gelu(values)
+    """Apply the activation with this name. All names except "none" and "gelu_tanh" are those of PyTorch's functions."""
+    if activation == "none":
+        return values
     if activation == "gelu_tanh":
         return functional.gelu(values, approximate="tanh")
-    if activation == "silu":
-        return functional.silu(values)
-    if activation == "relu6":
-        return functional.relu6(values)
-    if activation == "hardswish":
-        return functional.hardswish(values)
-    if activation == "hardsigmoid":
-        return functional.hardsigmoid(values)
-    return values.sigmoid() if activation == "sigmoid" else values
+    function: Callable[[Tensor], Tensor] = getattr(functional, activation)
+    return function(values)
 
 
 def activation_backward_reference(dy: Tensor, saved: Tensor, activation: str, of_output: bool) -> Tensor:
@@ -61,9 +54,8 @@ def activation_backward_reference(dy: Tensor, saved: Tensor, activation: str, of
     if activation == "hardswish":
         return torch.ops.aten.hardswish_backward(gradient, value)
     if activation == "hardsigmoid":
-        return (
-            gradient.masked_fill((value <= -3) | (value >= 3), 0.0) / 6
-        )  # aten::hardsigmoid_backward has no derivative
+        # not aten::hardsigmoid_backward, which has no derivative
+        return gradient.masked_fill((value <= -3) | (value >= 3), 0.0) / 6
     share = value if activation == "sigmoid" and of_output else value.sigmoid()
     if activation == "sigmoid":
         return gradient * share * (1 - share)

@@ -1,11 +1,14 @@
-"""The dtype of an operator's result under autocast, as for the corresponding PyTorch function.
+"""The dtypes of an operator's operands and result under autocast, as for the corresponding PyTorch function.
 
-PyTorch lists, for each device type, the functions that autocast runs in float32. For GPUs, the listed functions include
-losses, norms, softmaxes and sums; for the CPU, they include losses, but none of the others. Operators get the dtype of
-their result as an argument, so that no input is copied to another dtype first.
+Autocast casts the operands of products, convolutions and attention to its own dtype. PyTorch also lists, for each
+device type, the functions that autocast runs in float32. For GPUs, the listed functions include losses, norms,
+softmaxes and sums; for the CPU, they include losses, but none of the others. These operators get the dtype of their
+result as an argument, so that no input is copied to another dtype first.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +26,27 @@ def under_autocast(x: Tensor) -> bool:
     """
     kind = x.device.type
     return kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+
+
+def cast_by_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Return all tensors in autocast's dtype if autocast applies to x, else unchanged. None stays None."""
+    if not under_autocast(x):
+        return x, *others
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), *(None if t is None else t.to(dtype) for t in others)
+
+
+def cast_beside_residual(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Cast x, weight and bias as autocast does. Return (x, weight, bias, residual, a residual to add after the
+    operator); at most one of both residuals is not None. If the residual's dtype differs from autocast's, the residual
+    is added after the operator, because it promotes the dtype of the sum, as in PyTorch.
+    """
+    x, weight, bias = cast_by_autocast(x, weight, bias)
+    if residual is not None and under_autocast(x) and residual.dtype != x.dtype:
+        return x, weight, bias, None, residual
+    return x, weight, bias, residual, None
 
 
 def result_dtype(function: str, x: Tensor) -> torch.dtype:

@@ -87,12 +87,22 @@ def check_choice(name: str, argument: str, given: object, choices: Sequence[str]
         )
 
 
-def check_finite(name: str, argument: str, value: Any, expected: str = "a number") -> None:
-    """Raise TypeError if the value is not a number, and ValueError if it is not finite."""
+def check_number(name: str, argument: str, value: Any, expected: str = "a number") -> None:
+    """Raise TypeError if the value is not a number."""
     if not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {argument} must be {expected}, got {type(value).__name__}")
+
+
+def check_finite(name: str, argument: str, value: Any, expected: str = "a number") -> None:
+    """Raise TypeError if the value is not a number, and ValueError if it is not finite."""
+    check_number(name, argument, value, expected)
     if not abs(value) < math.inf:  # torch.compile does not support isfinite of a number that it treats as a variable
         raise ValueError(f"{name}: {argument} must be finite, got {value}")
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer, which may be symbolic, and not a bool."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def two_integers(name: str, argument: str, given: Any, least: int) -> tuple[int, int]:
@@ -105,7 +115,7 @@ def two_integers(name: str, argument: str, given: Any, least: int) -> tuple[int,
     values = (given,) if isinstance(given, int) else tuple(given) if isinstance(given, tuple | list) else ()
     if len(values) == 1:
         values *= 2
-    if len(values) != 2 or not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
+    if len(values) != 2 or not all(map(is_integer, values)):
         raise TypeError(f"{name}: {argument} must be one integer or a pair of integers, got {given!r}")
     if min(values) < least:
         raise ValueError(f"{name}: {argument} must be at least {least}, got {given!r}")

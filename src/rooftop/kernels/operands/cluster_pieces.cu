@@ -1,4 +1,4 @@
-// Functions that cluster kernels share: PTX for clusters and bulk copies, and reductions over the warps of a block.
+// Functions that the cluster kernels of several families share: PTX for clusters and bulk copies, and reductions over the warps of a block.
 // In the text for NVRTC, this file must precede the kernels that call its functions.
 
 #ifdef __CUDACC__
@@ -26,13 +26,7 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Store a value at the same address in the shared memory of another block of the cluster.
-__device__ __forceinline__ void store_in_block(float* place, int rank, float value) {
-    unsigned there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(there), "f"(value) : "memory");
-}
-
+// Initialize a barrier on which one thread arrives, by `expect_copies`.
 __device__ __forceinline__ void prepare_copies(unsigned long long* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)) : "memory");
 }
@@ -42,6 +36,7 @@ __device__ __forceinline__ void prepared() {
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Arrive on the barrier, whose phase then also waits for copies of `bytes` bytes in total.
 __device__ __forceinline__ void expect_copies(unsigned long long* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
@@ -54,6 +49,7 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
                  : "memory");
 }
 
+// Wait until the barrier's phase with this parity is complete.
 __device__ __forceinline__ void await_copies(unsigned long long* barrier, unsigned parity) {
     asm volatile("{\n.reg .pred done;\n"
                  "again:\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
@@ -67,9 +63,6 @@ __device__ __forceinline__ void copy_eight(void* to, const void* from) {
 }
 __device__ __forceinline__ void await_eights() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Order this thread's writes to shared memory before bulk copies that are started after the next barrier.
-__device__ __forceinline__ void hand_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Store 16 bytes at the same address in the shared memory of another block, and count these bytes at that block's
 // barrier. Unlike a cluster barrier, this function does not wait for outstanding stores to global memory.
 __device__ __forceinline__ void send_to_block(float4* place, int rank, float4 value, unsigned long long* barrier) {
@@ -80,6 +73,7 @@ __device__ __forceinline__ void send_to_block(float4* place, int rank, float4 va
                  :: "r"(there), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(signal) : "memory");
 }
 
+// The same as `await_copies`, for bytes that other blocks of the cluster sent.
 __device__ __forceinline__ void await_blocks(unsigned long long* barrier, unsigned parity) {
     asm volatile("{\n.reg .pred done;\n"
                  "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
@@ -113,6 +107,7 @@ __device__ float sum_of(const float* of_warps) {
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
+// The largest of one value per warp.
 template <int WARPS>
 __device__ float largest_of(const float* of_warps) {
     float values[IN_FOURS<WARPS>], largest = of_warps[0];

@@ -18,8 +18,9 @@ TILE = {"ROWS": 4, "COLUMNS": 1024, "num_warps": 4}
 
 
 def missing_columns(columns: int, x: Tensor) -> int:
-    """The number of columns to append to x so that rows are multiples of 128 bytes. The number is 0 on a CPU, and if
-    the rows of x are already multiples of 16 bytes.
+    """The number of columns to append to a matrix of `columns` columns, with the dtype and device of x, so that the
+    size of a row is a multiple of 128 bytes. The number is 0 on a CPU, and if the size is already a multiple of 16
+    bytes.
     """
     size = x.element_size()
     return -columns % (ROW_BYTES // size) if x.device.type == "cuda" and columns * size % ALIGNMENT else 0

@@ -59,6 +59,9 @@ def table_of(numbers: bytes, dtype: torch.dtype, device: torch.device) -> Table:
     places = torch.arange(len(period), device="cpu")[:, None] + torch.arange(COLUMNS, device="cpu")
     made = period[places % len(period)].to(device)
     with _making:
+        kept = _tables.get(key)
+        if kept is not None:  # another thread has made this table; to replace it would free memory that is in use
+            return Table(kept, True)
         has_room = sum(each.nbytes for each in _tables.values()) + made.nbytes <= MOST_BYTES
         if has_room:
             _tables[key] = made

@@ -8,8 +8,10 @@ from torch import Tensor
 
 
 def unit(*sizes: int) -> int:
-    """The largest of 1, 2, 4 and 8 elements (8 elements of half precision are 16 bytes) that divides all sizes."""
-    return math.gcd(8, *sizes)
+    """The largest of 1, 2, 4 and 8 elements (8 elements of half precision are 16 bytes) that divides all sizes. 1 if a
+    size exceeds 32 bits: kernels multiply sizes in units by the unit, and a product of 32-bit integers would overflow.
+    """
+    return math.gcd(8, *sizes) if max(sizes) < 1 << 31 else 1
 
 
 LINE_BYTES = 16

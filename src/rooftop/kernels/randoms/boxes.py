@@ -26,7 +26,7 @@ class Box:
         stride: the distance between neighbouring elements, in each dimension. None: elements are consecutive.
 
     Raises:
-        ValueError: the numbers of dimensions differ, or the part is not within the whole tensor.
+        ValueError: shape, start, size and stride differ in length, or the part is not within the whole tensor.
     """
 
     shape: tuple[int, ...]

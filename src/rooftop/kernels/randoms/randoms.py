@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
-from rooftop.kernels.operands.checks import check_dtype, check_tensors
+from rooftop.kernels.operands.checks import check_dtype, check_finite, check_number, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.references import without_kernels
 from rooftop.kernels.randoms import launches
@@ -150,6 +150,7 @@ def _empty(part: RandomUniform | RandomNormal) -> Tensor:
 
 
 def _filled(part: RandomUniform | RandomNormal, values: Values) -> Tensor:
+    """The numbers of a flattened part, by a kernel or by the reference."""
     sizes, strides, offset, key, step = part[:5]
     out = _empty(part)
     if out.numel() == 0 or out.is_meta:
@@ -203,14 +204,14 @@ def _words_between(mean: float, std: float, low: float, high: float) -> tuple[in
 
 
 def _dropped_words(p: float) -> int:
-    """How many of the generator's 2^32 words drop an element, for the dropout probability p."""
-    return 1 << 32 if p == 1 else min(round(p * 2**32), WORD)
+    """How many of the generator's 2^32 words drop an element, for a dropout probability p below 1."""
+    return min(round(p * 2**32), WORD)
 
 
 @cache
 def _kept_scale(p: float, inside: torch.dtype) -> float:
-    scale = 0.0 if p == 1 else 1 / (1 - p)
-    return scale if inside == torch.float64 else _rounded(scale, torch.float32)
+    """1 / (1 - p), the factor of the elements that are not dropped, for p below 1, rounded to the dtype `inside`."""
+    return _rounded(1 / (1 - p), inside)
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
@@ -251,7 +252,7 @@ def random_uniform(
         low, high: finite bounds, which are rounded to float32 unless the dtype is float64.
         dtype: float32: low + (high - low) * u, where u has 24 random bits. bfloat16, float16: the float32 number,
             rounded; a number that rounds to `high` becomes the largest number below `high`. float64: u has 53 random
-            bits, of which the first 24 are the bits of float32.
+            bits; the first 24 are the bits of the float32 number.
         device: the numbers are identical on all devices.
 
     Returns:
@@ -263,8 +264,10 @@ def random_uniform(
             than four dimensions.
     """
     sizes, strides, offset, shape = _checked("random_uniform", box, key, step, dtype)
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"random_uniform: low must be below high and both finite, got {low} and {high}")
+    for argument, value in (("low", low), ("high", high)):
+        check_finite("random_uniform", argument, value)
+    if not low < high:
+        raise ValueError(f"random_uniform: low must be below high, got {low} and {high}")
     device = torch.device(device)
     return _random_uniform(sizes, strides, offset, key, step, float(low), float(high), dtype, device).view(shape)
 
@@ -301,8 +304,12 @@ def random_normal(
             most 2^-16 of the distribution is between the bounds, or the box needs more than four dimensions.
     """
     sizes, strides, offset, shape = _checked("random_normal", box, key, step, dtype)
-    if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
-        raise ValueError(f"random_normal: mean and std must be finite and std not negative, got {mean} and {std}")
+    for argument, value in (("mean", mean), ("std", std)):
+        check_finite("random_normal", argument, value)
+    if std < 0:
+        raise ValueError(f"random_normal: std must not be negative, got {std}")
+    for argument, value in (("low", low), ("high", high)):
+        check_number("random_normal", argument, value)
     if not low < high:
         raise ValueError(f"random_normal: low must be below high, got {low} and {high}")
     if (low != -math.inf or high != math.inf) and not _share_between(mean, std, low, high) > 2**-16:
@@ -351,6 +358,7 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
     check_tensors("counter_dropout", FLOATS, x=x)
     if box is not None and not isinstance(box, Box):
         raise TypeError(f"counter_dropout: box must be a Box or None, got {type(box).__name__}")
+    check_number("counter_dropout", "p", p)
     if not 0 <= p <= 1:
         raise ValueError(f"counter_dropout: p must be from 0 to 1, got {p}")
     there = step if isinstance(step, Tensor) else None
@@ -380,6 +388,8 @@ def _checked(
     if isinstance(box, Box):
         (sizes, strides, offset), shape = box.index_map(), box.size
     elif isinstance(box, Sequence) and not isinstance(box, str):
+        if not all(isinstance(size, (int, torch.SymInt)) for size in box):
+            raise TypeError(f"{name}: the sizes of box must be ints, got {tuple(box)}")
         if any(size < 0 for size in box):
             raise ValueError(f"{name}: the sizes of box must not be negative, got {tuple(box)}")
         sizes, strides, offset, shape = [math.prod(box)], [1], 0, tuple(box)

@@ -38,6 +38,7 @@ from rooftop.kernels.recurrent.conv_lstms import (
     step_backward_into,
     step_into,
 )
+from rooftop.kernels.recurrent.launches import format_of
 from rooftop.kernels.reductions.reductions import sum as total
 from rooftop.launch.operators import (
     declare,
@@ -95,13 +96,6 @@ def _padded(hidden: Tensor, kernel: Tensor) -> tuple[Tensor, tuple[int, int]]:
 # ---- implementations -------------------------------------------------------------------------------------------
 
 
-def _format_of(gates: Tensor) -> torch.memory_format:
-    """The memory format of each step: channels last if the gates are channels last."""
-    step = gates[0]
-    last = not step.is_contiguous() and step.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last else torch.contiguous_format
-
-
 def _as_steps(x: Tensor, memory_format: torch.memory_format) -> Tensor:
     """The tensor (T, N, C, H, W) itself if each step is contiguous in the memory format, else a copy."""
     return x.flatten(0, 1).contiguous(memory_format=memory_format).unflatten(0, x.shape[:2])
@@ -114,7 +108,7 @@ def _empty(gates: Tensor, steps: int, channels: int, dtype: torch.dtype) -> Tens
     if steps == 0:
         return gates.new_empty(0, dtype=dtype)
     shape = (steps * gates.shape[1], channels, *gates.shape[3:])
-    found = torch.empty(shape, dtype=dtype, device=gates.device, memory_format=_format_of(gates))
+    found = torch.empty(shape, dtype=dtype, device=gates.device, memory_format=format_of(gates[0]))
     return found.unflatten(0, (steps, gates.shape[1]))
 
 
@@ -194,7 +188,7 @@ class ConvLstmSequence(NamedTuple):
     @without_autocast
     def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         gates, kernel, hidden, cell, bias, *names, keep = self
-        memory_format = _format_of(gates)
+        memory_format = format_of(gates[0])
         outputs, last_cell, cells, scores = self.fake()
         if outputs.numel() == 0:
             return outputs, last_cell, cells, scores
@@ -296,7 +290,7 @@ class ConvLstmSequenceBackward(NamedTuple):
     @without_autocast
     def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell, *names = self
-        memory_format = _format_of(scores)
+        memory_format = format_of(scores[0])
         dgates, dkernel, dhidden, dcell, dbias = self.fake()
         if outputs.numel() == 0:
             return dgates, dkernel.zero_(), dhidden, dcell, dbias.zero_()
@@ -458,8 +452,6 @@ def _check(
             f"conv_lstm_sequence: expected a kernel of shape ({channels}, {channels // 4}, kh, kw), "
             f"got {tuple(kernel.shape)}"
         )
-    expected = (batch, channels // 4, height, width)
     for name in ("hidden", "cell"):
-        check_shape("conv_lstm_sequence", name, tensors[name], expected)
-    if bias is not None and bias.shape != (channels,):
-        raise ValueError(f"conv_lstm_sequence: expected a bias of shape ({channels},), got {tuple(bias.shape)}")
+        check_shape("conv_lstm_sequence", name, tensors[name], (batch, channels // 4, height, width))
+    check_shape("conv_lstm_sequence", "bias", bias, (channels,))

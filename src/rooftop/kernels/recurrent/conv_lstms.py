@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
-from rooftop.kernels.operands.checks import check_choice, check_dtype, check_same_dtype, check_tensors
+from rooftop.kernels.operands.checks import check_choice, check_dtype, check_same_dtype, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants
 from rooftop.kernels.operands.references import by_reference
@@ -103,6 +103,7 @@ def conv_lstm_gates_backward_reference(
 
 
 def _wide_scores(gates: Tensor, added: Tensor | None) -> Tensor:
+    """gates + added, in float32 (float64 for float64)."""
     wide = accumulator_dtype(gates.dtype)
     return gates.to(wide) if added is None else gates.to(wide) + added.to(wide)
 
@@ -320,10 +321,5 @@ def _check(gates: Tensor, cell: Tensor, added: Tensor | None, activation: str, r
     if gates.dim() != 4 or gates.shape[1] % 4:
         raise ValueError(f"conv_lstm_gates: gates must be (N, 4 F, H, W), got {tuple(gates.shape)}")
     batch, channels, height, width = gates.shape
-    if cell.shape != (batch, channels // 4, height, width):
-        expected = (batch, channels // 4, height, width)
-        raise ValueError(f"conv_lstm_gates: expected a cell of shape {expected}, got {tuple(cell.shape)}")
-    if added is not None and added.shape != gates.shape:
-        raise ValueError(
-            f"conv_lstm_gates: expected `added` of gates' shape {tuple(gates.shape)}, got {tuple(added.shape)}"
-        )
+    check_shape("conv_lstm_gates", "cell", cell, (batch, channels // 4, height, width))
+    check_shape("conv_lstm_gates", "added", added, tuple(gates.shape))

@@ -85,7 +85,7 @@ def backward(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, 
 
 
 def _spread(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """Compute dx in place by the kernels of the plan. The memory layouts of dx and x are the same."""
+    """Write the gradient to dx, by the kernels of the plan. dx and x have the same memory layout."""
     from rooftop.kernels.reductions import triton_kernels as kernels
 
     (last,) = plan.launches

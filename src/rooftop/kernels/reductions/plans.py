@@ -203,6 +203,7 @@ def _of_view(
 def _reduction(
     kind: str, view: View, dtype: torch.dtype, result: torch.dtype, processors: int, early: bool, counted: bool
 ) -> ReductionPlan:
+    """The plan that reduces a view in the forward direction, also used to count ties."""
     kept, reduced, split, parameters = _tile(view, kind, dtype.itemsize)
     parameters |= _dependent_launch(parameters["EARLY"] and early)
     tiles, blocks, sizes, constants = _arguments(view, kept, reduced)
@@ -235,6 +236,7 @@ def _reduction(
 
 
 def _combination(reduction: Constants, splits: int, results: int, count: float) -> KernelLaunch:
+    """The launch that combines the partial results of `splits` programs for each result."""
     kept = min(power_of_two(results), 128)
     constants = {name: reduction[name] for name in ("KIND", "IDENTITY")}
     constants |= {"KEPT": kept, "SPLITS": min(power_of_two(splits), tables.COMBINED // kept), "num_warps": 4}
@@ -296,6 +298,7 @@ def _accumulator(dtype: torch.dtype, kind: str, result: torch.dtype) -> torch.dt
 
 
 def _spread(kind: str, view: View, element_bytes: int) -> KernelLaunch:
+    """The launch that computes the gradient tile by tile from results, their gradients and, for extremes, the ties."""
     kept, reduced, _, _ = _tile(view, kind, element_bytes)
     elements = tables.GRADIENT_BLOCK_BYTES // element_bytes
     reduced = min(reduced, max(1, elements // kept) if view.along == 1 else elements)
@@ -316,6 +319,7 @@ def _shared_tile(view: View, element_bytes: int) -> tuple[int, int] | None:
 
 
 def _share(kind: str, view: View, kept: int, reduced: int) -> KernelLaunch:
+    """The launch that computes an extreme's gradient, in tiles that contain all elements of their results."""
     tiles, _, sizes, constants = _arguments(view, kept, reduced)
     warps = max(tables.SHARE_WARPS, kept * reduced // (tables.LANE_ELEMENTS * 32))
     constants |= {"KIND": KINDS.index(kind), "num_warps": warps}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.operands.autocasting import result_dtype
-from rooftop.kernels.operands.checks import check_choice, check_tensors
+from rooftop.kernels.operands.checks import check_choice, check_dtype, check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import FLOATS, HALVES, accumulator_dtype
 from rooftop.kernels.reductions import launches
 from rooftop.kernels.reductions.plans import PLACES, ReductionPlan
@@ -353,13 +353,14 @@ def _of_norm(x: Tensor, ord: float, dim: Dims, dtype: torch.dtype | None) -> tup
 
 
 def _of_extreme(name: str, x: Tensor, dim: Dims) -> Prepared:
+    _check(name, x, (*FLOATS, *INTEGERS))
     dims = _dims(name, x, dim)
     _refuse_nothing(name, x, dims)
     return x, dims, x.dtype
 
 
 def _of_place(name: str, x: Tensor, dim: Dims) -> Prepared:
-    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+    if dim is not None and not is_integer(dim):
         raise TypeError(f"{name}: dim must be an int or None, got {dim!r}")
     x, dims, _ = _of_extreme(name, x, dim)
     return x.detach(), dims, torch.int64
@@ -375,27 +376,24 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _check(
     name: str,
     x: Tensor,
-    dtypes: tuple[torch.dtype, ...] = (*FLOATS, *INTEGERS),
+    dtypes: tuple[torch.dtype, ...],
     dtype: torch.dtype | None = None,
     results: tuple[torch.dtype, ...] = (),
 ) -> None:
     check_tensors(name, input=x)
-    for argument, given, allowed in (("input", x.dtype, dtypes), ("dtype", dtype, results)):
-        if given is not None and given not in allowed:
-            names = ", ".join(str(each).removeprefix("torch.") for each in allowed)
-            more = "; or give dtype" if name == "mean" and argument == "input" else ""
-            raise TypeError(f"{name}: {argument} must be one of {names}, got {given}{more}")
+    check_dtype(name, "input", x.dtype, dtypes, "; or give dtype" if name == "mean" and dtype is None else "")
+    if dtype is not None:
+        check_dtype(name, "dtype", dtype, results)
 
 
 def _dims(name: str, x: Tensor, dim: Dims) -> list[int]:
     """The dimensions to reduce, as nonnegative numbers in ascending order. Empty for a tensor without dimensions."""
-    _check(name, x)
     if dim is not None and not isinstance(dim, int | Sequence):
         raise TypeError(f"{name}: dim must be an int, several ints or None, got {dim!r}")
     given = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     count = max(1, x.dim())
     for each in given:
-        if not isinstance(each, int) or isinstance(each, bool):
+        if not is_integer(each):
             raise TypeError(f"{name}: dim must be an int, several ints or None, got {dim!r}")
         if not -count <= each < count:
             raise ValueError(f"{name}: dim {each} is out of range for an input of shape {tuple(x.shape)}")

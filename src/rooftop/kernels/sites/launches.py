@@ -35,6 +35,9 @@ def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> 
 
 @lru_cache(maxsize=4096)  # cached, because computing the tile takes as long as a small launch
 def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> WordConstants:
+    """Launch parameters for `rows` rows. A tile is not wider or deeper than the channels, and has fewer rows if there
+    are fewer tiles than multiprocessors.
+    """
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
     height = config.rows
@@ -134,11 +137,12 @@ def _mask_keys(masks: Tensor) -> Tensor:
     code."""
     rows, words = size(masks, 0), masks.shape[1]
     if without_kernels(masks.device):
-        bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
-        rarest_first = bits[torch.arange(tables.SAMPLE) * rows // tables.SAMPLE].sum(0).sort(stable=True).indices[:64]
+        sample = torch.arange(tables.SAMPLE, device="cpu") * rows // tables.SAMPLE
+        bits = ((masks[:, :, None] >> torch.arange(32, device="cpu")) & 1).flatten(1).long()
+        rarest_first = bits[sample].sum(0).sort(stable=True).indices[:64]
         parities = bits[:, rarest_first].cumsum(1) % 2
         parities[:, 0] -= 1  # 0 and 1 become -1 and 0: as the highest of 64 bits, 1 would be a sign, and sort first
-        return (parities << torch.arange(len(rarest_first)).flip(0)).sum(1)
+        return (parities << torch.arange(len(rarest_first), device="cpu").flip(0)).sum(1)
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import count_bits, mask_keys
 
@@ -266,6 +270,7 @@ def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
 
 
 def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Compute the results of `pairs_of` in PyTorch, on a CPU."""
     rows, taps = neighbours.shape
     listed = neighbours.t()  # (T, M)
     known = (listed >= 0) & (listed < sites)
@@ -273,7 +278,7 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
     place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)
     pairs = neighbours.new_full((2, taps, capacity + 1), -1)
     pairs[0].scatter_(1, place, listed)
-    pairs[1].scatter_(1, place, torch.arange(rows, dtype=torch.int32).expand(taps, rows))
+    pairs[1].scatter_(1, place, torch.arange(rows, dtype=torch.int32, device="cpu").expand(taps, rows))
     return pairs[:, :, :capacity].contiguous(), known.sum(1, dtype=torch.int32)
 
 

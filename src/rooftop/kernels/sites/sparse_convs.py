@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftop.cost import Cost, distinct_bytes, matrix_precision, precision_of
-from rooftop.kernels.operands.autocasting import under_autocast
-from rooftop.kernels.operands.checks import check_shape, check_tensors
+from rooftop.kernels.operands.autocasting import cast_by_autocast
+from rooftop.kernels.operands.checks import check_same_dtype, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.sites.launches import (
@@ -130,7 +130,7 @@ def _check_order(name: str, order: Tensor | None, table: Tensor) -> None:
 
 
 def _check_rows(name: str, listed: Tensor) -> None:
-    if not torch.equal(listed.long().sort().values, torch.arange(len(listed))):
+    if not torch.equal(listed.long().sort().values, torch.arange(len(listed), device="cpu")):
         raise ValueError(f"sparse_conv: {name} must contain each row from 0 to {len(listed) - 1} once: use row_order")
 
 
@@ -386,14 +386,8 @@ def sparse_conv(
     _check(features, weight, bias, neighbours, reverse, order, reverse_order, pairs)
     if pair_count is not None and (not isinstance(pair_count, (int, torch.SymInt)) or pair_count < 0):
         raise ValueError(f"sparse_conv: pair_count must be None or a number of pairs, got {pair_count!r}")
-    if under_autocast(features):
-        narrow = torch.get_autocast_dtype(features.device.type)
-        features, weight = features.to(narrow), weight.to(narrow)
-        bias = bias.to(narrow) if bias is not None else None
-    dtype = features.dtype
-    if weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
-        name, other = ("weight", weight.dtype) if bias is None or weight.dtype != dtype else ("bias", bias.dtype)
-        raise TypeError(f"sparse_conv: features is {dtype}, {name} {other}: cast one, or use autocast")
+    features, weight, bias = cast_by_autocast(features, weight, bias)
+    check_same_dtype("sparse_conv", "features", features, "cast one, or use autocast", weight=weight, bias=bias)
     no_tangents("sparse_conv", features, weight, bias, instead=PLAIN)
     listed, counts = (None, None) if pairs is None else pairs
     return _sparse_conv(

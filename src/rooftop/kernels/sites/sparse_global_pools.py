@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
-from rooftop.kernels.operands.checks import check_tensors
+from rooftop.kernels.operands.checks import check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import INDICES, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.sites import pool_launches
@@ -214,7 +214,7 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match or, on a CPU, a batch element is out of range.
-        MissingExtraError: on a GPU, without Triton.
+        MissingExtraError: the tensors are on a GPU, and Triton is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     return _pooled(features, batch, batch_size, average=False)
@@ -238,7 +238,7 @@ def _pooled(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> 
     if batch.dim() != 1 or batch.shape[0] != features.shape[0]:
         raise ValueError(f"{name}: expected batch ({features.shape[0]},), the batch element of each row of "
                          f"features, got {tuple(batch.shape)}")  # fmt: skip
-    if not isinstance(batch_size, (int, torch.SymInt)) or batch_size < 1:
+    if not is_integer(batch_size) or batch_size < 1:
         raise ValueError(f"{name}: batch_size must be a number of batch elements, 1 or more, got {batch_size!r}")
     no_tangents(name, features, instead=INSTEAD)
     return _sparse_global_pool(features, batch, batch_size, average)[0]

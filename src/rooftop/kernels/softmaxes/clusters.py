@@ -233,6 +233,7 @@ def _launch(
     plan: Plan, kernel: str, variant: bool, x: Tensor, tensors: Sequence[Tensor | None], strides: Sequence[int],
     numbers: Sequence[int | float],
 ) -> None:  # fmt: skip
+    """Launch a kernel on rows like x. The kernel's arguments are `tensors`, sizes, `strides` and `numbers`."""
     rows, columns = x.shape
     if rows == 0:
         return

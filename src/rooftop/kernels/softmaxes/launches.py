@@ -60,13 +60,14 @@ def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tup
     middle, inner, columns)).
 
     The mask is expanded to `shape`. Neighbouring dimensions before the last dimension are merged if a single stride
-    steps through both. If more than three of these dimensions remain, the expanded mask is copied.
+    steps through both. The expanded mask is copied if more than three of these dimensions remain, or if an offset
+    within a row exceeds 32 bits.
     """
     if mask is None:
         return like, (1, 1, 0, 0, 0, 0)
     full = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(shape)
     dims = merged(shape[:-1], full.stride()[:-1])
-    if len(dims) > 3:
+    if len(dims) > 3 or shape[-1] * full.stride(-1) >= 1 << 31:
         full = full.contiguous()
         dims = merged(shape[:-1], full.stride()[:-1])
     (_, (outer,)), (middle, (middle_stride,)), (inner, (inner_stride,)) = [(1, (0,))] * (3 - len(dims)) + dims

@@ -141,6 +141,7 @@ def choose(problem: Problem) -> SoftmaxPlan:
 
 
 def _by_clusters(problem: Problem, entry: ClusterConfig | OddRows, rows: clusters.Rows) -> clusters.Plan | str:
+    """The cluster launch, or the reason why clusters cannot compute the call."""
     if problem.mask:
         return "there is a mask"
     if not problem.normal:
@@ -156,6 +157,7 @@ def _why_clusters(entry: ClusterConfig | OddRows, found: clusters.Plan) -> str:
 
 
 def _by_triton(problem: Problem, kernel: str, refused: dict[str, str]) -> SoftmaxPlan:
+    """The plan of the Triton kernel for the length of a row."""
     forward = problem.direction == "forward"
     columns, element_bytes = problem.columns, sum(dtype.itemsize for dtype in problem.read)
     row_bytes, group = columns * element_bytes, unit(columns, problem.stride)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.operands.autocasting import result_dtype
-from rooftop.kernels.operands.checks import check_dtype, check_finite, check_tensors
+from rooftop.kernels.operands.checks import check_dtype, check_finite, check_tensors, is_integer
 from rooftop.kernels.operands.dtypes import FLOATS, HALVES, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.operands.strided_rows import rows_of
@@ -243,7 +243,7 @@ def _check(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tens
         check_dtype(name, "dtype", dtype, FLOATS)
     else:
         check_dtype(name, "input", x.dtype, FLOATS, "; or give dtype")
-    if not isinstance(dim, int) or isinstance(dim, bool):
+    if not is_integer(dim):
         raise TypeError(f"{name}: dim must be an int, got {dim!r}")
     if not -max(1, x.dim()) <= dim < max(1, x.dim()):
         raise ValueError(f"{name}: dim {dim} is out of range for an input of shape {tuple(x.shape)}")

@@ -224,6 +224,9 @@ def softmax_backward_long(
 
 @triton.jit
 def _softmax_of(scores, maximum, inverse, logarithm, LOG: tl.constexpr):
+    """The softmax of a row's scores, from the row's maximum and the inverse of its sum, or with LOG, the logarithm of
+    its sum.
+    """
     if LOG:
         return (scores - maximum) - logarithm
     else:
@@ -248,6 +251,7 @@ def _scores(values, scale, column, columns, MASK: tl.constexpr, FULL: tl.constex
 
 @triton.jit
 def _masked(scores, place, inside, MASK: tl.constexpr):
+    """Add the mask to the scores, or with a mask of bytes, set scores to -inf where the mask is 0."""
     if MASK == ADDED:
         return scores + _load(place, inside).to(tl.float32)
     else:
@@ -274,6 +278,7 @@ def _rows_of_mask(row, middle, inner, outer_stride, middle_stride, inner_stride)
 
 @triton.jit
 def _probability(value, LOG: tl.constexpr, WIDE: tl.constexpr):
+    """The softmax from the result of forward, which is the softmax, or with LOG, its logarithm."""
     if LOG:
         return widened(tl.exp(value.to(tl.float32)), WIDE)
     else:
@@ -282,6 +287,7 @@ def _probability(value, LOG: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _summand(gradient, value, LOG: tl.constexpr, WIDE: tl.constexpr):
+    """An element's term of the sum over its row that the gradient needs: dy * y, or with LOG, dy."""
     if LOG:
         return widened(gradient, WIDE)
     else:
@@ -290,6 +296,7 @@ def _summand(gradient, value, LOG: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _gradient(gradient, value, sums, scale, LOG: tl.constexpr, WIDE: tl.constexpr):
+    """dx = (dy - sum) * y * scale, or with LOG, dx = (dy - exp(y) * sum) * scale."""
     if LOG:
         return (widened(gradient, WIDE) - _probability(value, LOG, WIDE) * sums) * scale
     else:

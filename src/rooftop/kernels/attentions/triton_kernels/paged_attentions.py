@@ -5,12 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rooftop.kernels.operands.triton_kernels.products import product
+
 
 @triton.jit
 def attend_pages(
     query, keys, values,  # shapes: (B, H, D), (N, H_k, P, D), (N, H_k, P, D)
     pages, lengths, out,  # shapes: (B, W), (B,), (B, H, D)
-    partial, partial_lse,  # shapes: (B, H, SPLITS, D), (B, H, SPLITS), float32; None for one split
+    partial, partial_lse,  # shapes: (B, H, SPLITS, D), (B, H, SPLITS), float32; unused for one split
     kv_heads, width, page_count, scale,  # H_k, W, N
     query_batch, query_head, key_page, key_head, key_position, value_page, value_head, value_position, pages_batch,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -59,7 +61,7 @@ def attend_pages(
         if GROUP == 1:
             scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)[None, :]
         else:
-            scores = _product(q, tl.trans(k), WIDEN)
+            scores = product(q, tl.trans(k), "ieee", WIDEN)
         scores = tl.where(known[None, :], scores * scale, tl.where(real, float("nan"), float("-inf"))[None, :])
         larger = tl.maximum(largest, tl.max(scores, axis=1))
         shift = tl.where(larger == float("-inf"), 0.0, larger)
@@ -70,7 +72,7 @@ def attend_pages(
         if GROUP == 1:
             sums += tl.sum(tl.trans(weights) * v.to(tl.float32), axis=0)[None, :]
         else:
-            sums += _product(weights.to(v.dtype), v, WIDEN)
+            sums += product(weights.to(v.dtype), v, "ieee", WIDEN)
         largest = larger
 
     wrong = (given < 0) | (given > room)
@@ -84,16 +86,6 @@ def attend_pages(
         tl.store(partial + piece[:, None] * WIDTH + feature[None, :], result, mask=inside)
         shift = tl.where(largest == float("-inf"), 0.0, largest)
         tl.store(partial_lse + piece, shift + tl.log(total), mask=member < GROUP)
-
-
-@triton.jit
-def _product(left, right, WIDEN: tl.constexpr):
-    """left @ right in float32. WIDEN converts the operands to float32 first: in a product, Triton's interpreter would
-    read the bits of bfloat16 as integers.
-    """
-    if WIDEN:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit

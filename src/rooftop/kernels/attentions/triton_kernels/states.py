@@ -97,6 +97,7 @@ def fold_lse_gradient(
 
 @triton.jit
 def _tile(rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Return (rows (ROWS,), columns (BLOCK,), mask of the rows, mask of the elements) of a program's tile."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     real = row < rows
@@ -105,6 +106,7 @@ def _tile(rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _place(row, heads, positions, batch_stride, head_stride, position_stride):
+    """The offsets of rows in a tensor (B, H, S, D), if rows are numbered in the order (b, h, s)."""
     outer = row // positions
     return outer // heads * batch_stride + outer % heads * head_stride + row % positions * position_stride
 

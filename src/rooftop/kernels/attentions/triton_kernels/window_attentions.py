@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rooftop.kernels.operands.triton_kernels.products import product
+
 
 @triton.jit
 def window_attention_forward(
@@ -32,7 +34,7 @@ def window_attention_forward(
     query = _vectors(packed, padding, token, feature, real, here, 0, head, heads, D, PADDING)
     key = _vectors(packed, padding, tokens, feature, reals, there, 1, head, heads, D, PADDING)
     value = _vectors(packed, padding, tokens, feature, reals, there, 2, head, heads, D, PADDING)
-    scores = _product(query, tl.trans(key), PRECISION, WIDEN)
+    scores = product(query, tl.trans(key), PRECISION, WIDEN)
     if COSINE:
         scores = scores * _inverse_lengths(query)[:, None] * _inverse_lengths(key)[None, :]
         scores = scores * tl.load(cosine_scale + head).to(tl.float32)
@@ -40,7 +42,7 @@ def window_attention_forward(
         scores = scores * scale
     exponentials = _exponentials(scores, bias, head, n, m, part, parts, WINDOW_H * WINDOW_W, SHIFTED)
     total = tl.sum(exponentials, axis=1)
-    result = _product(exponentials.to(value.dtype), value, PRECISION, WIDEN) / total[:, None]
+    result = product(exponentials.to(value.dtype), value, PRECISION, WIDEN) / total[:, None]
     place = (token * heads + head)[:, None] * D + feature[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=here[:, None] & (feature < D)[None, :])
 
@@ -72,7 +74,7 @@ def window_attention_backward(
         key = _vectors(packed, padding, token, feature, real, here, 1, head, heads, D, PADDING)
         value = _vectors(packed, padding, token, feature, real, here, 2, head, heads, D, PADDING)
         gradient = tl.load(dout + (token * heads + head)[:, None] * D + feature[None, :], mask=inside, other=0.0)
-        cosines = _product(query, tl.trans(key), PRECISION, WIDEN)
+        cosines = product(query, tl.trans(key), PRECISION, WIDEN)
         factor = scale
         if COSINE:
             factor = tl.load(cosine_scale + head).to(tl.float32)
@@ -80,22 +82,22 @@ def window_attention_backward(
             cosines = cosines * query_inverse[:, None] * key_inverse[None, :]
         weights = _exponentials(cosines * factor, bias, head, n, n, part, part, N, SHIFTED)
         weights = weights / tl.sum(weights, axis=1)[:, None]
-        dweights = _product(gradient, tl.trans(value), PRECISION, WIDEN)
+        dweights = product(gradient, tl.trans(value), PRECISION, WIDEN)
         dscores = weights * (dweights - tl.sum(weights * dweights, axis=1)[:, None])
         to_bias += dscores
-        dvalue = _product(tl.trans(weights.to(value.dtype)), gradient, PRECISION, WIDEN)
+        dvalue = product(tl.trans(weights.to(value.dtype)), gradient, PRECISION, WIDEN)
         rounded = dscores.to(value.dtype)
         if COSINE:
             unit_query = (query.to(tl.float32) * query_inverse[:, None]).to(value.dtype)
             unit_key = (key.to(tl.float32) * key_inverse[:, None]).to(value.dtype)
-            dquery = factor * _product(rounded, unit_key, PRECISION, WIDEN)
-            dkey = factor * _product(tl.trans(rounded), unit_query, PRECISION, WIDEN)
+            dquery = factor * product(rounded, unit_key, PRECISION, WIDEN)
+            dkey = factor * product(tl.trans(rounded), unit_query, PRECISION, WIDEN)
             to_scale += tl.sum(dscores * cosines, axis=1)
             dquery = _through_normalizing(dquery, query, query_inverse)
             dkey = _through_normalizing(dkey, key, key_inverse)
         else:
-            dquery = factor * _product(rounded, key, PRECISION, WIDEN)
-            dkey = factor * _product(tl.trans(rounded), query, PRECISION, WIDEN)
+            dquery = factor * product(rounded, key, PRECISION, WIDEN)
+            dkey = factor * product(tl.trans(rounded), query, PRECISION, WIDEN)
         place = (token * 3 * heads + head)[:, None] * D + feature[None, :]
         tl.store(dpacked + place, dquery.to(dpacked.dtype.element_ty), mask=inside)
         tl.store(dpacked + place + heads * D, dkey.to(dpacked.dtype.element_ty), mask=inside)
@@ -175,13 +177,3 @@ def _through_normalizing(gradient, vectors, inverse):
     """The gradient of the vectors x, from the gradient of x / max(|x|, 1e-12)."""
     unit = tl.where((inverse < 1e12)[:, None], vectors.to(tl.float32) * inverse[:, None], 0.0)
     return (gradient - unit * tl.sum(gradient * unit, axis=1)[:, None]) * inverse[:, None]
-
-
-@triton.jit
-def _product(left, right, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """left @ right in float32. WIDEN converts the operands to float32 first: in a product, Triton's interpreter would
-    read the bits of bfloat16 as integers.
-    """
-    if WIDEN:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, input_precision=PRECISION)

@@ -214,8 +214,9 @@ def conv_act_finish(
     last).
     """
     columns = units * UNIT
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    blocks = tl.cdiv(columns, COLUMNS)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * columns + column[None, :]
     values = tl.load(sums + place, mask=inside, other=0.0).to(tl.float32)
@@ -318,6 +319,7 @@ def _finish_rows(
     total, y, residual, bias, row, column, rows, columns,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
+    """Store activation(total + bias + residual), with total (pixels, channels)."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row.to(tl.int64)[:, None] * columns + column[None, :]
     if HAS_BIAS:
@@ -337,6 +339,9 @@ def _is_last(total, sums, arrived, tile, tiles, part, SPLIT: tl.constexpr):
 
 @triton.jit
 def _sum_of_parts(sums, tile, tiles, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    """Add a tile's sums over all parts of K, in order. The loads bypass L1, since programs on other SMs stored the
+    sums.
+    """
     total = tl.zeros((HEIGHT, WIDTH), tl.float32)
     for part in range(SPLIT):
         total += tl.load(_places(sums, tile, tiles, part, HEIGHT, WIDTH), cache_modifier=".cg")

@@ -228,6 +228,7 @@ def _load(pointers, place, shift, columns, SHIFT: tl.constexpr, EVICT: tl.conste
 
 @triton.jit
 def _store(pointers, values, place, shift, columns, SHIFT: tl.constexpr):
+    """Store a block of a row. With SHIFT, groups that overlap a neighbouring row are stored one element at a time."""
     if SHIFT:
         begin = (shift + 7) // 8 * 8
         end = (shift + columns) // 8 * 8

@@ -18,6 +18,14 @@ def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
+def product(left, right, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """left @ right in float32; WIDEN as in `plus_product`."""
+    if WIDEN:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision=PRECISION)
+
+
+@triton.jit
 def plus_product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     """total + left @ right. WIDEN converts the operands to float32 first: in a product, Triton's interpreter would read
     the bits of bfloat16 as integers.
