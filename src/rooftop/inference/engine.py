@@ -33,6 +33,7 @@ from rooftop.rewrites.fusing import Fusing, fuse_convolutions, lay_out_depthwise
 from rooftop.rewrites.graphs import Graph, GraphReport, Graphs, Refusal, UncapturedError
 from rooftop.rewrites.pooling import replace_pools
 from rooftop.rewrites.structures import mapped, signature
+from rooftop.words import counted
 
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
 IN_A_CAPTURE = (
@@ -82,7 +83,7 @@ class EngineReport:
     def __str__(self) -> str:
         layout = ", channels last" if self.channels_last else ""
         weights = f"{self.weights_bytes / 2**20:.1f} MiB of weights"
-        lines = [f"{self.device}, {_short(self.dtype)}{layout}, {weights}, {self.eager_calls} calls without a graph"]
+        lines = [f"{self.device}, {_short(self.dtype)}{layout}, {weights}, {counted(self.eager_calls, 'call')} without a graph"]
         lines.append(f"{len(self.folded)} norms folded, {len(self.left)} left")
         lines += [f"  {norm}: left, {why}" for norm, why in self.left.items()]
         if self.fused:
