@@ -323,6 +323,19 @@ def test_a_step_that_differs_each_time_says_so(ceilings: Ceilings) -> None:
     assert any("other operators each time" in note for note in report.notes)
 
 
+def test_outputs_may_have_another_shape_in_each_run(ceilings: Ceilings) -> None:
+    class Picking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            return y[torch.rand(len(y)) > 0.5]
+
+    assert rooftop.analyze(Picking(), torch.randn(64, 4), train=True, ceilings=ceilings).mode == "training"
+
+
 def test_modules_in_threads_of_their_own_are_told(ceilings: Ceilings) -> None:
     class Threaded(nn.Module):
         def __init__(self) -> None:

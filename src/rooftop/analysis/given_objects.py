@@ -136,6 +136,7 @@ class GivenObjects:
 
 
 _PLAIN = {"dict", "list", "set", "deque", "cell", "type"}
+"""Class names that the note about changed objects leaves out if it can name other classes."""
 
 
 class _State:
@@ -174,7 +175,7 @@ class _State:
         Floating-point buffers and buffers of PyTorch's own modules are excluded.
         """
         modules = self._target.modules() if isinstance(self._target, nn.Module) else ()
-        kept = {id(b) for m in modules for b in m._buffers.values() if b is not None and _is_figure(m, b)}
+        kept = {id(b) for m in modules for b in m._buffers.values() if b is not None and _is_statistic(m, b)}
         kept |= {id(tensor) for tensor in besides}
         dense = [t for t in self.tensors if t.layout == torch.strided and not t.is_nested]
         return [t for t in dense if id(t) not in kept and t.nbytes <= SMALL_BYTES]
@@ -192,9 +193,8 @@ class _State:
         known = {id(container.owner) for container in self.containers}
         growing = [each for each in self._after_first if each.is_changed() and not each.logs()]
         self.changing = self.changed() if growing else []
-        if all(
-            id(container.owner) in known for container in growing
-        ):  # restore only what later runs changed too, so that objects that the first run created for later runs stay
+        # Restore only what later runs changed, too, so that objects that the first run created for later runs stay.
+        if all(id(container.owner) in known for container in growing):
             owners = {id(container.owner) for container in growing}
             self.changing = [each for each in self.changing if id(each.owner) in owners]
 
@@ -203,8 +203,9 @@ class _State:
         return [each for each in self.containers if each.is_changed() and not each.logs()]
 
 
-def _is_figure(module: nn.Module, buffer: Tensor) -> bool:
-    """Whether a buffer is not a position: floating-point buffers and buffers of PyTorch's modules are statistics."""
+def _is_statistic(module: nn.Module, buffer: Tensor) -> bool:
+    """Whether a buffer counts as a statistic, not as a position: it is a floating-point buffer, or a buffer of one of
+    PyTorch's modules."""
     return buffer.is_floating_point() or type(module).__module__.startswith("torch.")
 
 

@@ -86,7 +86,7 @@ def kernels_by_label(events: Sequence[Any], prefix: str) -> tuple[dict[int, list
 
 
 def _is_runtime_call(event: Any) -> bool:
-    return event.name().startswith(("cuda", "cu")) and not event.name().startswith("cudnn")
+    return event.name().startswith("cu") and not event.name().startswith("cudnn")
 
 
 class _Labels:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -374,8 +374,7 @@ def _uncopied_in(value: Any) -> list[Any]:
         return [value]
     if isinstance(value, PackedSequence):
         return [value.batch_sizes]
-    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
-    if flex_attention is not None and isinstance(value, flex_attention.BlockMask):
+    if isinstance(value, BlockMask):
         return [each for each in vars(value).values() if isinstance(each, Tensor)]
     return []
 

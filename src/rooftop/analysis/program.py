@@ -192,7 +192,7 @@ class Program:
         if len(roots) == 1 and roots[0].numel() == 1:
             roots[0].backward()
             return
-        if self._output_gradients is None:
+        if self._output_gradients is None or [g.shape for g in self._output_gradients] != [t.shape for t in roots]:
             self._output_gradients = [torch.randn_like(t) for t in roots]
         torch.autograd.backward(roots, self._output_gradients)
 

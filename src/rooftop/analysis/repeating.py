@@ -25,7 +25,7 @@ from rooftop.hardware.defaults import usual_defaults
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
-MOST_BYTES = 0.4  # maximum memory of one call, as a share of the free memory
+MOST_BYTES = 0.4  # maximum size of a call's input tensors, as a share of the free memory
 MOST_SECONDS = 1.0  # on a CPU, maximum seconds for all calls of one measurement together
 SLOW_MS = 100.0  # on a CPU, a call that takes longer than this is timed on its first run
 
@@ -141,8 +141,8 @@ class _Repeated:
         return self.ms
 
     def accepted(self) -> bool:
-        """Whether PyTorch accepts the call and the device has enough memory for it. This runs the call once, so that
-        libraries choose their kernels.
+        """Whether PyTorch accepts the call and the device has enough memory for it (see `MOST_BYTES`). This runs the call
+        once, so that libraries choose their kernels.
         """
         if _bytes(self._spec) > MOST_BYTES * _free_bytes(self._device):
             return False

@@ -29,6 +29,7 @@ from rooftop.cost.lookup import formula_for, later_cost
 from rooftop.hardware.interruptions import pass_on
 from rooftop.hardware.observing import ObservingMode
 from rooftop.hardware.source_lines import current_user_line
+from rooftop.words import in_a_line
 
 Shape = tuple[int, ...]
 
@@ -191,7 +192,7 @@ class CountingMode(ObservingMode):
                 self._later[index] = cost
         except Exception as error:  # tensors of an unknown kind must not end the program
             pass_on(error)
-            why = f"its tensors cannot be read: {type(error).__name__}: {error}"
+            why = f"its tensors cannot be read: {in_a_line(error)}"
             record = Record(str(func), (), "", "", scope, phase, None, why)
         self._records.append(record)
         return out
@@ -348,7 +349,7 @@ def counted(call: Call) -> tuple[Cost | None, str]:
 
 
 def _failed(error: Exception) -> str:
-    return f"formula failed: {type(error).__name__}: {error}"
+    return f"formula failed: {in_a_line(error)}"
 
 
 def _require_figures(cost: Cost) -> None:

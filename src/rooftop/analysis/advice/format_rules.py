@@ -103,8 +103,8 @@ def channels_last(findings: Findings) -> list[Advice]:
 def channels_last_ms(findings: Findings) -> dict[int, float]:
     """Time in ms of each image operator in channels last, by `id` of the operator.
 
-    The result is empty if convolutions on channels-first images take at most half of the time of all convolutions, or
-    if the image operators are too near their roof to gain much.
+    The result is empty if convolutions on channels-first images take at most half of the time of all convolutions, if
+    the image operators are too near their roof to gain much, or if the step did not run on this machine.
     """
     if "channels last" not in findings.timed:
         findings.timed["channels last"] = _timed_channels_last(findings)

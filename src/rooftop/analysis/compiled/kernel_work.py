@@ -39,7 +39,7 @@ class KernelWork:
 
     Attributes:
         name: the kernel's name in the generated code: "triton_poi_fused_add_relu_3", "extern_kernels.mm".
-        cost: None if no node has a formula.
+        cost: None if an operator of the kernel has no formula, or if the kernel writes none of its nodes' values.
         uncovered: operators in the kernel without a formula.
         shapes: shapes of its inputs from other kernels.
         dtype: dtype of the first floating-point value that it reads or writes.
@@ -79,8 +79,8 @@ def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
 
 
 def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
-    """Return only the library call among the nodes of a library's kernel. Inductor also lists nodes that only change
-    the layout of the call's operands.
+    """Return only the library call among the nodes of a library's kernel; all nodes if none has the kernel's name.
+    Inductor also lists nodes that only change the layout of the call's operands.
     """
     plain = plain_name(name)
     return [node for node in group if plain_name(_operator(node)) == plain] or group
@@ -342,10 +342,11 @@ class _Kernel:
         return any(number not in self.kernels_of[node] for number in kernels) or not kernels
 
     def _stored_tensors(self, node: fx.Node) -> list[Tensor]:
-        """For an operator with several results, the results that other kernels or the graph's output use."""
+        """The tensors that the kernel writes for a node: of an operator with several results, only the results that
+        other kernels or the graph's output use; of a value that is read only in parts, only these parts.
+        """
         picked = [user for user in node.users if _is_getitem(user)]
         if isinstance(node.meta.get("val"), Tensor) or not picked:
-            # If a value is read only through views (a slice), the kernel stores only the views.
             views = [user for user in node.users if self._uses_from_memory(user, node)]
             if views and all(_is_view(view) for view in views):
                 parts = [tensor for view in views for tensor in _values(view)]
