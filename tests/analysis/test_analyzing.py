@@ -364,8 +364,8 @@ def test_analyses_in_several_threads_do_not_see_each_others_modules(ceilings: Ce
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"target": 3}, TypeError, "expects a module or a callable, got int"),
-        ({"target": nn.ReLU(), "loss": torch.sum}, ValueError, "needs train=True"),
+        ({"target": 3}, TypeError, "expected a module or another callable, got int"),
+        ({"target": nn.ReLU(), "loss": torch.sum}, ValueError, "need train=True"),
         ({"target": nn.ReLU(), "train": True}, InputError, "no output of ReLU requires a gradient"),
         ({"target": nn.Linear(3, 2), "train": True, "loss": lambda y: y}, InputError, r"one number.*shape \(2,\)"),
         ({"target": nn.Linear(3, 2), "train": True, "loss": lambda y: 3.0}, InputError, "one number.*got float"),

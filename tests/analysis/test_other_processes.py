@@ -85,7 +85,13 @@ def test_programs_are_named_if_they_took_time() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [(["/opt/my tools/gcc", "a.c"], "gcc"), ("/usr/bin/gcc a.c", "gcc"), ([b"gcc"], "gcc"), ([], ""), (Path("/a b"), "a b")],
+    [
+        (["/opt/my tools/gcc", "a.c"], "gcc"),
+        ("/usr/bin/gcc a.c", "gcc"),
+        ([b"gcc"], "gcc"),
+        ([], ""),
+        (Path("/a b"), "a b"),
+    ],
 )
 def test_the_name_of_a_program(arguments: object, name: str) -> None:
     assert _program(arguments) == name

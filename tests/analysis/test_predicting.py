@@ -398,6 +398,7 @@ class Locked(nn.Linear):
             TypeError,
             r"predict\(optimizer=str\): expected a function that creates an optimizer",
         ),
+        ({"train": True, "optimizer": lambda parameters: None}, TypeError, "the function returned None"),
         (
             {"train": True, "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])},
             TypeError,

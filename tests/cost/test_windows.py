@@ -14,7 +14,9 @@ SMALL = st.integers(0, 6)
 
 
 @given(st.integers(0, 30), SMALL, SMALL, st.integers(1, 6), SMALL, st.integers(1, 4))
-def test_positions_under_windows(size: int, windows: int, kernel: int, stride: int, padding: int, dilation: int) -> None:
+def test_positions_under_windows(
+    size: int, windows: int, kernel: int, stride: int, padding: int, dilation: int
+) -> None:
     places = {w * stride - padding + k * dilation for w in range(windows) for k in range(kernel)}
     assert _touched(size, windows, kernel, stride, padding, dilation) == len(places & set(range(size)))
 

@@ -192,6 +192,8 @@ def _counted_step(
         if optimizer is not None:
             with _Untouched(mode):  # the optimizer reads the value of a learning rate that is a tensor
                 stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
+            if stepper is None:
+                raise TypeError(f"predict(optimizer={optimizer!r}): the function returned None, expected an optimizer")
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
         unchanged = left_as_they_were([target, loss, optimizer], logs=program.module is None)

@@ -56,9 +56,9 @@ class Program:
         compile: bool | str = False,
     ) -> None:
         if not callable(target):
-            raise TypeError(f"analyze expects a module or a callable, got {type(target).__name__}")
+            raise TypeError(f"expected a module or another callable, got {type(target).__name__}")
         if not train and (optimizer is not None or loss is not None):
-            raise ValueError("analyze(optimizer=..., loss=...) needs train=True")
+            raise ValueError("optimizer=... and loss=... need train=True: without it there is no backward pass")
         if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "step")):
             raise TypeError(
                 f"optimizer={optimizer!r}: expected an optimizer, e.g. torch.optim.SGD(model.parameters(), lr=0.1)"
@@ -77,7 +77,7 @@ class Program:
         self.notes: list[str] = []
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"analyze measures on cpu and cuda devices, but {self.name} or its input is on {self.device}"
+                f"expected a program on a cpu or cuda device, but {self.name} or its input is on {self.device}"
             )
 
     @property

@@ -114,8 +114,9 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
             "without it Rooftop sees no work on a GPU or in compiled code: run the program without its own profiler"
         )
     if least:
+        steps = counted(max(laps.steps for laps in recorded), "step")
         raise InputError(
-            f"nothing to report: the program ended after {counted(max(laps.steps for laps in recorded), 'step')}. With NCCL, "
+            f"nothing to report: the program ended after {steps}. With NCCL, "
             "all steps after a profiler are slower, so the first steps are timed before the profiler starts: run "
             f"{least} steps or more"
         )
@@ -144,7 +145,8 @@ def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
         return after, []
     said = f"The wall time is that of {counted(before.steps, 'step')} before the profiler began."
     if after is not None:
-        said += f" With CUPTI still attached, {counted(after.steps, 'step')} after the profiler took {time_text(after.ms)} each."
+        later = counted(after.steps, "step")
+        said += f" With CUPTI still attached, {later} after the profiler took {time_text(after.ms)} each."
     return before, [said]
 
 
@@ -156,7 +158,9 @@ def _of_few(
     last = labelled[-1]
     if laps.undisturbed_ms and last.steps > 1 - (last is laps.whole):
         wall = StepTime.of_loop(laps.undisturbed_ms)
-        how = f"The wall time is from {counted(wall.steps, 'step')} that ran undisturbed; the operators' times are from "
+        how = (
+            f"The wall time is from {counted(wall.steps, 'step')} that ran undisturbed; the operators' times are from "
+        )
         how += f"{counted(len(labelled), 'step')} that ran under labels."
     else:
         ms = max(0.0, last.ms - label_ms * len(last.labelled.records))

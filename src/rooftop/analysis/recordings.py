@@ -594,7 +594,7 @@ def recording(
     """
     try:
         where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"recording(device={device!r}): expected a cpu or cuda device") from error
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"recording(device={device!r}): expected a cpu or cuda device")

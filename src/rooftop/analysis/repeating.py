@@ -75,7 +75,8 @@ def times_again(
 def _times_on_gpu(calls: Sequence[_Repeated], device: torch.device, repeats: int) -> list[Times | None]:
     accepted = [call.accepted() for call in calls]
     variants = [Variant(call.run, call.prepare, repeats) for call, good in zip(calls, accepted, strict=True) if good]
-    runs = kernel_times(variants, device) if variants else []
+    with torch.cuda.device(device):  # the markers between the calls run on the current device
+        runs = kernel_times(variants, device) if variants else []
     times = iter([[sum(kernels) for kernels in each] for each in runs])
     return [_times_of(next(times)) if good else None for good in accepted]
 
@@ -141,8 +142,8 @@ class _Repeated:
         return self.ms
 
     def accepted(self) -> bool:
-        """Whether PyTorch accepts the call and the device has enough memory for it (see `MOST_BYTES`). This runs the call
-        once, so that libraries choose their kernels.
+        """Whether PyTorch accepts the call and the device has enough memory for it (see `MOST_BYTES`). This runs the
+        call once, so that libraries choose their kernels.
         """
         if _bytes(self._spec) > MOST_BYTES * _free_bytes(self._device):
             return False

@@ -93,7 +93,8 @@ class ModuleNode:
         for part in path.split(".") if path else ():
             match = next((child for child in node.children if child.name == part), None)
             if match is None:
-                raise KeyError(f"no module {path!r}: {node.name!r} has {[c.name for c in node.children]}")
+                where, names = repr(node.name) if node.name else "the root", [child.name for child in node.children]
+                raise KeyError(f"no module {path!r}: {where} has {', '.join(names) or 'no modules'}")
             node = match
         return node
 

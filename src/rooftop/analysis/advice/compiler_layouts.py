@@ -44,7 +44,7 @@ def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator], on_gp
 
 
 def _kind(record: Record) -> str:
-    """The convolution's key in `TIME_CHANNELS_LAST`. A convolution may be small and narrowing: it then counts as small."""
+    """The convolution's key in `TIME_CHANNELS_LAST`. A small convolution that narrows counts as small."""
     if _is_grouped(record):
         return "grouped"
     if _is_small(record):
