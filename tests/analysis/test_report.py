@@ -169,3 +169,8 @@ def test_a_precision_without_a_rate_leaves_its_operators_uncovered(ceilings: Cei
     (row,) = [row for row in report.ops if row.name == "aten::addmm"]
     assert (row.bound, row.uncovered) == ("uncovered", "the fp64 rate of Test machine is unknown")
     assert rooftop.predict(net, torch.randn(2, 4, dtype=torch.float64), ceilings=without).coverage < 1
+
+
+def test_a_table_of_fewer_than_no_rows_is_refused(report: Report) -> None:
+    with pytest.raises(ValueError, match=r"table\(rows=-1\): expected 0 or more"):
+        report.table(-1)

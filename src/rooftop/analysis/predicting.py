@@ -132,7 +132,7 @@ def predict(
         "Nothing was run; real kernels are slower."
     ]
     if uncovered:
-        notes.append(f"Operators without a formula are missing from the prediction: {', '.join(uncovered)}.")
+        notes.append(f"Operators without a cost are missing from the prediction: {', '.join(uncovered)}.")
     return Report(
         target=name or step.name,
         mode="training" if train else "inference" if isinstance(target, nn.Module) else "callable",

@@ -38,7 +38,13 @@ class Report(ReportContents):
     `ReportContents`."""
 
     def table(self, rows: int = 12) -> str:
-        """The summary, the opportunities and the `rows` slowest operators as text."""
+        """The summary, the opportunities and the `rows` slowest operators as text.
+
+        Raises:
+            ValueError: `rows` is negative.
+        """
+        if rows < 0:
+            raise ValueError(f"table(rows={rows}): expected 0 or more")
         from rooftop.analysis.text import render_text  # rich takes a while to import
 
         return render_text(self, rows)

@@ -29,7 +29,8 @@ class OperatorRow:
         bound: the limit that sets the roof: "memory", "compute", "launch", "none" (a view) or "uncovered".
         modules: paths of the modules that called the operator.
         kernels: names of its kernels, copies and fills on the device.
-        uncovered: why the operator has no cost formula; "" if it has one.
+        uncovered: why the operator has no cost (it has no formula, its formula failed, or the machine's rate for its
+            precision is unknown); "" if it has a cost.
     """
 
     name: str
@@ -237,7 +238,7 @@ class ReportContents:
             "callable"; for a recording "recorded" or, for example, "60 recorded steps".
         device, versions, ceilings: the machine, as plain dicts like those in the JSON.
         summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that is
-            spent in operators with a cost formula (in a prediction, the fraction of operators with a formula).
+            spent in operators with a cost (in a prediction, the fraction of operators with a cost).
         ops: operators, the longest time first.
         modules: the root of the module tree.
         advice: the largest gain first.
@@ -270,7 +271,7 @@ class ReportContents:
 
     @property
     def uncovered(self) -> list[OperatorRow]:
-        """Operators without a cost formula, the longest time first."""
+        """Operators without a cost, the longest time first."""
         return [row for row in self.ops if row.bound == "uncovered"]
 
     @property

@@ -68,7 +68,7 @@ def _casts_ms(recast: Recast, findings: Findings) -> float:
 
 
 def _roof_ratio(op: MeasuredOperator, recast: Recast, findings: Findings) -> float:
-    """The roof under autocast divided by the present roof."""
+    """The roof under autocast divided by the present roof, at most 1."""
     cost = op.record.cost
     if cost is None or not cost.bytes:
         return 1.0

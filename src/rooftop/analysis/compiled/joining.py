@@ -89,7 +89,8 @@ def join_compiled(
 
 
 def _trees(host: Iterable[Any]) -> dict[int, list[_Event]]:
-    """Events by thread as trees, from their begin and end times."""
+    """The roots of each thread's tree of events: operators, labels and generated kernels. An event is inside another
+    event of its thread if its time is."""
     threads: dict[int, list[_Event]] = defaultdict(list)
     for e in host:
         if "::" in e.name() or e.name().startswith(("##", "Optimizer.step", "autograd::")) or GENERATED.match(e.name()):

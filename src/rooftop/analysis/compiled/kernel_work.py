@@ -267,10 +267,12 @@ def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -
 
 @dataclass
 class _Kernel:
+    """One kernel of a graph, for which `work` computes the cost."""
+
     number: int
     group: list[fx.Node]
     kernels_of: dict[fx.Node, list[int]]
-    begun: set[fx.Node]
+    begun: set[fx.Node]  # reductions whose first stage an earlier kernel has run
     fills: Mapping[fx.Node, int]  # scatter -> the kernel that fills its memory
     # source -> those parts of the source that the kernel reads
     reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)
@@ -369,7 +371,8 @@ class _Kernel:
         return list(needed)
 
     def _demand(self, needed: Sequence[fx.Node], stored: Sequence[fx.Node]) -> dict[fx.Node, float]:
-        """The share of each value that is used. Only that share is computed before a slice or a gather."""
+        """For each needed node, the share (0 to 1) of its elements on which the stored values depend. Before a slice or
+        a gather, the kernel computes only these elements."""
         position = {node: number for number, node in enumerate(self.group[0].graph.nodes)} if self.group else {}
         elements: dict[fx.Node, float] = {}
         for node in stored:
