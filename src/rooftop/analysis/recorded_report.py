@@ -188,9 +188,8 @@ def _beginning(laps: Laps, start_up: StartUp | None, label_ms: float) -> list[st
     durations = ", ".join(
         f"{time_text(lap.ms)}{'' if lap.stage in (*UNDISTURBED, 'unwatched') else ' (watched)'}" for lap in first
     )
-    said.append(
-        f"Its first {'steps' if len(first) > 1 else 'step'} took {durations}{', the first including start-up' if start_up is None else ''}."
-    )
+    steps = "steps" if len(first) > 1 else "step"
+    said.append(f"Its first {steps} took {durations}{', the first including start-up' if start_up is None else ''}.")
     return [f"{' '.join(said)} The wall time is from later steps."] if laps.is_complete else [" ".join(said)]
 
 
