@@ -278,10 +278,15 @@ def _value_of(tensor: Tensor) -> _Value | None:
     in the report says so.
     """
     try:
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-            return None
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or repeats_elements(tensor):
             return None
         return _Value(tensor)
     except (RuntimeError, NotImplementedError, AttributeError):  # a tensor subclass that refuses to be copied
         return None
+
+
+def repeats_elements(tensor: Tensor) -> bool:
+    """Whether a tensor is expanded, so that PyTorch does not allow in-place writes to it."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

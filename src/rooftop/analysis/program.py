@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rooftop.analysis.compiled.finding import has_compiled_parts
-from rooftop.analysis.given_objects import GivenObjects
+from rooftop.analysis.given_objects import GivenObjects, repeats_elements
 from rooftop.analysis.kept_weights import weights_kept
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError, ModelRunError, RooftopError
@@ -252,7 +252,7 @@ def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
     flags = [(child, child.training) for child in children]
     buffers = [(child, dict(child._buffers)) for child in children]
     held = [buffer for _, named in buffers for buffer in named.values() if buffer is not None]
-    values = [(buffer, buffer.clone()) for buffer in held if not (is_lazy(buffer) or _repeats_elements(buffer))]
+    values = [(buffer, buffer.clone()) for buffer in held if not (is_lazy(buffer) or repeats_elements(buffer))]
     try:
         if module is not None:
             module.train(train)
@@ -300,13 +300,6 @@ def _inner_optimizers_undone(known: torch.optim.Optimizer | None) -> Iterator[No
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {name: part.clone() if isinstance(part, Tensor) else part for name, part in state.items()}
-
-
-def _repeats_elements(buffer: Tensor) -> bool:
-    """Whether a buffer is expanded, so that PyTorch does not allow in-place writes to it."""
-    if buffer.layout != torch.strided or buffer.is_nested:
-        return False
-    return any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
 
 
 def _checked(loss: Any) -> Tensor:

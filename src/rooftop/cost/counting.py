@@ -247,11 +247,11 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     tensors = inputs or list(tensors_in(out))
     flowing = phase != "optimizer"
     specs: dict[int, TensorSpec] = {}
-    leading = next((t for t in tensors if t.is_floating_point() or t.is_complex()), tensors[0] if tensors else None)
+    leading = leading_of(tensors)
     return Record(
         name=name,
         shapes=tuple(() if t.is_nested else tuple(t.shape) for t in inputs),
-        dtype=str(leading.dtype).removeprefix("torch.") if leading is not None else "",
+        dtype=dtype_name(leading),
         device=str(leading.device) if leading is not None else "",
         scope=scope,
         phase=phase,
@@ -263,6 +263,16 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         outputs=tuple([_tensor_spec(t, specs) for t in tensors_in(out)]) if flowing else (),
         title=title,
     )
+
+
+def leading_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The first floating-point or complex tensor; the first tensor if there is none; None without tensors."""
+    return next((t for t in tensors if t.is_floating_point() or t.is_complex()), tensors[0] if tensors else None)
+
+
+def dtype_name(tensor: Tensor | None) -> str:
+    """The name of a tensor's dtype, such as "bfloat16"; "" for None."""
+    return str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
 
 
 def title_of(call: Call) -> str:
