@@ -264,7 +264,7 @@ class LabelledInstrument:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stack.close()
+        self._stack.__exit__(kind, error, tb)  # do not read the events of a failed step
         if error is not None:
             return
         records = [_as_it_ran(record) for record in self._counted.records]

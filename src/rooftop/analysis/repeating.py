@@ -205,7 +205,7 @@ def _tensors(spec: CallSpec) -> list[TensorSpec]:
 
 
 def _bytes(spec: CallSpec) -> int:
-    return sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in _tensors(spec))
+    return sum(t.bytes for t in _tensors(spec))
 
 
 def _free_bytes(device: torch.device) -> int:

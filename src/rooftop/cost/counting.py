@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ class TensorSpec:
     dtype: torch.dtype
     channels_last: bool = False
     memory: int = field(default=0, compare=False)
+
+    @property
+    def bytes(self) -> int:
+        """The size of a contiguous tensor with this shape and dtype."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ def _recast(record: Record, kind: str, in_float32: bool, half: set[int], written
     sizes = [prod(t.shape) for t in (*floats, *record.outputs)]
     halves = [*takes_half, *(gives_half and t.dtype == torch.float32 for t in record.outputs)]
     saved = sum(2 * size for size, is_half in zip(sizes, halves, strict=True) if is_half)
-    full = sum(prod(t.shape) * t.dtype.itemsize for t in (*record.inputs, *record.outputs))
+    full = sum(t.bytes for t in (*record.inputs, *record.outputs))
     return Recast(matrix, 1.0 - saved / full if full else 1.0, casts)
 
 

@@ -52,8 +52,11 @@ def half_precision(findings: Findings) -> list[Advice]:
         Advice(
             "Run in bfloat16",
             f"{counted(len(changed), 'operator')} of {now_ms:.2f} ms in float32 would take {after_ms:.2f} ms"
-            + (f" ({100 * timed_ms / now_ms:.0f}% of that time was measured here on their shapes)" if timed_ms else "")
-            + (" at their present percent of roof" if not timed_ms else "")
+            + (
+                f" ({100 * timed_ms / now_ms:.0f}% of that time was measured here on their shapes)"
+                if timed_ms
+                else " at their present percent of roof"
+            )
             + (f"; {counted(casts, 'added cast')} would take {sum(casts_ms):.2f} ms" if casts else ""),
             findings.saved_by_ms(with_casts_ms, host_ms),
             f'with torch.autocast("{ceilings.kind}", dtype=torch.bfloat16): ...',

@@ -159,14 +159,12 @@ function sortBy(header) {
 for (const header of table.tHead.rows[0].cells) header.querySelector("button").addEventListener("click", () => sortBy(header));
 
 const [text, bound, phase] = ["filter", "bound", "phase"].map((id) => document.getElementById(id));
-const searchable = rows.map((row) => `${row.textContent} ${row.dataset.modules}`.toLowerCase());
-const original = new Map(rows.map((row, i) => [row, searchable[i]]));
+const contents = new Map(rows.map((row) => [row, `${row.textContent} ${row.dataset.modules}`.toLowerCase()]));
 function filterRows() {
-  const wanted = text.value.trim().toLowerCase().replaceAll("x", "×");
-  const plain = text.value.trim().toLowerCase();
+  const plain = text.value.trim().toLowerCase(), wanted = plain.replaceAll("x", "×");
   let shown = 0;
   for (const row of rows) {
-    const content = original.get(row);
+    const content = contents.get(row);
     const match = (content.includes(plain) || content.includes(wanted)) &&
       (!bound.value || row.dataset.bound === bound.value) && (!phase.value || row.dataset.phase === phase.value);
     row.hidden = !match;
