@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rooftop.hardware.source_lines import LIBRARIES
 
-MOST_ENTRIES = 200_000  # limit of visited entries
+MOST_ENTRIES = 200_000  # largest number of entries that a search visits
 
 _CLOSED = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType),

@@ -242,7 +242,7 @@ def _device_type(arguments: Any) -> str:
 
 
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, scope: str, phase: str) -> Record:
-    if isinstance(func, HigherOrderOperator):  # these have no schema; see `higher_order`
+    if isinstance(func, HigherOrderOperator):  # it has no schema; see `later_cost`
         name, inputs = f"higher_order::{func.name()}", list(tensors_in((args, kwargs)))
         cost, uncovered, title = None, "no formula", ""
     else:

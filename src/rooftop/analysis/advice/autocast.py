@@ -81,7 +81,7 @@ def under_autocast(records: Iterable[Record], kind: str) -> list[Recast]:
     """
     half: set[int] = set()  # memory that holds bfloat16 under autocast
     written: set[int] = set()
-    cached: set[int] = set()  # tensors from outside the step (mainly parameters) that have been cast, each only once
+    cached: set[int] = set()  # memory from outside the step (parameters) that has been cast: once only
     steps = list(records)
     in_float32 = [_plain(record) in IN_FLOAT32[kind] for record in steps]
     logarithms: dict[int, int] = {}  # memory of a log softmax's result -> index of the operator

@@ -153,7 +153,7 @@ class CompiledGraphs:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         elsewhere = threading.get_ident() != self._thread
-        with suppress(AssertionError) if elsewhere else nullcontext():  # a setting belongs to the thread that set it
+        with suppress(AssertionError) if elsewhere else nullcontext():  # another thread cannot restore a setting
             self._stack.close()
 
     def _recording(self, compile_fx: Any) -> Callable[..., Any]:
