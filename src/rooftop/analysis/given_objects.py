@@ -9,7 +9,7 @@ the end, because their values do not affect sizes.
 The target's own state is restored in the same way: attributes of its modules, closures and globals of its functions.
 Objects that the first run creates for later runs (a mask) stay until the end of the measurement, and are then removed.
 Logs (lists of numbers, and variables that are numbers) are never restored. If a callable other than a module changes
-weights (trains), none of its own state is restored.
+weights (trains), none of its own state is restored. NumPy arrays are not restored either.
 """
 
 from __future__ import annotations
@@ -124,8 +124,12 @@ class GivenObjects:
                 "not restored when the step changes them."
             )
         if self.changed:
+            parts = [
+                *(["its arguments"] if self._changing else []),
+                *(["its own state"] if self._state.changing else []),
+            ]
             names = ", ".join(self.changed)
-            notes.append(f"The step changes its arguments ({names}): they were restored before each run.")
+            notes.append(f"The step changes {' and '.join(parts)} ({names}), restored before each run.")
         if self._writes:
             notes.append("The step writes to its inputs: each run began with the values that the previous run left.")
         elif self._small:
