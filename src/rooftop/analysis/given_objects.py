@@ -124,12 +124,9 @@ class GivenObjects:
                 "not restored when the step changes them."
             )
         if self.changed:
-            parts = [
-                *(["its arguments"] if self._changing else []),
-                *(["its own state"] if self._state.changing else []),
-            ]
-            names = ", ".join(self.changed)
-            notes.append(f"The step changes {' and '.join(parts)} ({names}), restored before each run.")
+            changing = {"its arguments": self._changing, "its own state": self._state.changing}
+            what, names = " and ".join(part for part, those in changing.items() if those), ", ".join(self.changed)
+            notes.append(f"The step changes {what} ({names}), restored before each run.")
         if self._writes:
             notes.append("The step writes to its inputs: each run began with the values that the previous run left.")
         elif self._small:
