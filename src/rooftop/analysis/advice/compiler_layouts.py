@@ -3,11 +3,13 @@ torch/_inductor/graph.py, decide_layout_opt):
 
 - CPU with oneDNN: yes, if the program has a convolution. The following rules are for GPUs.
 - No, if the program has no convolution, or 300 or more graph nodes for each convolution.
-- Training: yes, unless a convolution is grouped, with several channels in each group; or a convolution whose kernel has
-  more than one row narrows (its weight has at most half as many output channels as input channels); or all weights have
-  at most 64 channels in and out.
+- Training: no, if a convolution is grouped, if one is narrowing, or if all are small. Otherwise yes.
 - Inference: each class of convolutions has a relative time for channels last, from PyTorch's benchmarks. The answer is
   yes if the program's flops, weighted with these times, do not exceed the unweighted flops.
+
+A grouped convolution has several channels in each of its groups. The weight of a small convolution has at most 64
+channels in and out. The weight of a narrowing convolution has at most half as many channels out as in, and more than
+one row.
 """
 
 from __future__ import annotations
