@@ -372,7 +372,7 @@ def test_analyses_in_several_threads_do_not_see_each_others_modules(ceilings: Ce
         ({"target": nn.Linear(3, 2), "train": True, "loss": "mse"}, TypeError, "loss='mse': expected a function"),
         ({"target": nn.Linear(3, 2), "train": True, "optimizer": torch.optim.SGD}, TypeError, "expected an optimizer"),
         ({"target": nn.Linear(3, 2), "ceilings": "h200"}, TypeError, r"analyze\(ceilings='h200'\): expected Ceilings"),
-        ({"target": nn.Linear(3, 2, device="meta")}, ValueError, "cpu and cuda devices, but Linear .* is on meta"),
+        ({"target": nn.Linear(3, 2, device="meta")}, ValueError, "a cpu or cuda device, but Linear .* is on meta"),
     ],
 )
 def test_wrong_arguments(

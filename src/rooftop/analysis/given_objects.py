@@ -130,7 +130,7 @@ class GivenObjects:
         if self._writes:
             notes.append("The step writes to its inputs: each run began with the values that the previous run left.")
         elif self._small:
-            notes.append("The step writes to small tensors (its inputs or its own): they were restored before each run.")
+            notes.append("The step writes to small tensors (its inputs or its own), restored before each run.")
         if self._lost:
             notes.append(f"Inputs that the step changed could not be restored: {'; '.join(dict.fromkeys(self._lost))}.")
         return notes

@@ -72,7 +72,8 @@ class Program:
         self.train = train
         self.optimizer = optimizer
         self._loss = loss
-        self._output_gradients: list[Tensor] | None = None
+        self._output_gradients: list[Tensor] = []
+        self._output_shapes: list[tuple[int, ...]] = []
         self._given: GivenObjects | None = None  # set inside `preserved`
         self.notes: list[str] = []
         if self.device.type not in ("cpu", "cuda"):
@@ -192,8 +193,9 @@ class Program:
         if len(roots) == 1 and roots[0].numel() == 1:
             roots[0].backward()
             return
-        if self._output_gradients is None or [g.shape for g in self._output_gradients] != [t.shape for t in roots]:
-            self._output_gradients = [torch.randn_like(t) for t in roots]
+        shapes = [() if t.is_nested else t.shape for t in roots]
+        if shapes != self._output_shapes:
+            self._output_shapes, self._output_gradients = shapes, [torch.randn_like(t) for t in roots]
         torch.autograd.backward(roots, self._output_gradients)
 
     def _explanation(self, error: BaseException) -> str:
