@@ -193,7 +193,7 @@ class Program:
         if len(roots) == 1 and roots[0].numel() == 1:
             roots[0].backward()
             return
-        shapes = [() if t.is_nested else t.shape for t in roots]
+        shapes: list[tuple[int, ...]] = [() if t.is_nested else t.shape for t in roots]
         if shapes != self._output_shapes:
             self._output_shapes, self._output_gradients = shapes, [torch.randn_like(t) for t in roots]
         torch.autograd.backward(roots, self._output_gradients)
