@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rooftop.analysis.program import Program
 from rooftop.errors import MeasurementError, RooftopError
+from rooftop.words import whole_message
 
 T = TypeVar("T")
 
@@ -248,7 +249,7 @@ def _failure(number: int, error: Exception | None) -> MeasurementError:
 
 
 def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = whole_message(error)
     return text if isinstance(error, RooftopError) and text else f"{type(error).__name__}: {text}"
 
 
