@@ -10,7 +10,7 @@ Each ceiling is compared with two other measurements made in the same process:
 - "loop": the same calls, run back to back between two CUDA events for a longer time. By then the chip is hot, and gaps
   between kernels count.
 
-The script exits with 1 if a kernel is faster than its ceiling.
+The script exits with 1 if a kernel's rate is more than 2% above its ceiling.
 """
 
 from __future__ import annotations

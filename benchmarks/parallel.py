@@ -76,11 +76,8 @@ OF_TENSOR_RANKS = (OURS, HALVES, HALVES_REPLAYED, TRAINED_HALVES, REPLAYED, NATI
 PEERS = (NATIVE, ASYNC, WHOLE)
 SEED, LEARNING_RATE = 1, 1e-4
 FIRST = 3  # number of first steps, which compile and whose losses are compared
-LOSS_NOISE = (
-    0.02,
-    0.05,
-    0.1,
-)  # tolerance of the first losses: bfloat16 rounds gradients differently, and Adam's steps follow their signs
+LOSS_NOISE = 0.02, 0.05, 0.1
+"""Tolerances of the first losses: bfloat16 rounds gradients differently, and Adam's steps follow their signs."""
 FEWEST, MOST = 5, 20  # measured steps
 SMALL_STEPS = 1  # measured steps of a quick run
 JOB_S = 180.0  # seconds after which a variant counts as hanging

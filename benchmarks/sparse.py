@@ -88,7 +88,7 @@ class Work:
 
     Attributes:
         what: the row's name, such as "conv".
-        cost: the cost of the kernels that every variant has to run.
+        costs: the costs of the kernels that every variant has to run.
         goal_ms: the time that Rooftop should reach.
         calls: for each variant, one call per set of inputs.
         replayable: variants that are also replayed from a graph.

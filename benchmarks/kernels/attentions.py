@@ -4,10 +4,10 @@
 
 Tensors are bfloat16, with about 16384 positions in all and 2048 features over the heads. The script runs listed sizes
 and three random ones (`--seed` repeats them). "sdpa" is plain `torch.nn.functional.scaled_dot_product_attention`.
-Variants are interleaved, and figures are medians. Calls of up to 2048 positions are replayed from a CUDA graph. Flops
-count only the query-key pairs that the mask allows. The roof follows from the operator's own cost and the ceilings
-measured in the same run. `RULES` in `rooftop.kernels.attentions.attentions` follow from these rows. A back end that
-cannot run a size is left out. The file is written after each row; after `--seconds` no further size is started.
+Variants are interleaved and replayed from CUDA graphs, and figures are medians. Flops count only the query-key pairs
+that the mask allows. The roof follows from the operator's own cost and the ceilings measured in the same run. `RULES`
+in `rooftop.kernels.attentions.attentions` follow from these rows. A back end that cannot run a size is left out. The
+file is written after each row; after `--seconds` no further size is started.
 """
 
 from __future__ import annotations
