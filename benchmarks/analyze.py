@@ -11,7 +11,6 @@ not add up to the device's busy time in the profiler within 3%, or if coverage i
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.nn.functional import cross_entropy
 import rooftop
 from rooftop.hardware import measure_ceilings
 from rooftop.models import resnet50
+from rooftop.whole_files import write_json
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,8 @@ def main() -> int:
             f"flagged {len(result['flagged'])}",
             flush=True,
         )
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions), "measured_at": ceilings.measured_at}
-    options.out.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+    write_json(options.out, {"environment": environment, "results": results})
     for failure in failures:
         print("FAILED", failure)
     return 1 if failures else 0

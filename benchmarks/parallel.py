@@ -59,6 +59,7 @@ from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, ceilings_of, measure_ceilings
+from rooftop.hardware.sequences import synchronize
 from rooftop.models import Gpt, gpt_config, parallel_gpt
 from rooftop.models.gpt.configs import GptConfig
 from rooftop.models.gpt.layouts import fully_sharded_gpt
@@ -594,11 +595,6 @@ def on_timeline(run: Callable[[], object], job: Job, device: torch.device) -> di
         "busy_ms": found.busy_ms,
         "by_kind_ms": kinds,
     }
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def meet(device: torch.device) -> None:

@@ -13,7 +13,6 @@ file is written after each row; after `--seconds` no further size is started.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from rooftop.cost import Cost, CountingMode, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.kernels import attention, attention_plan
+from rooftop.whole_files import write_json
 
 POSITIONS = (16384, 4096, 1024, 512, 256, 128)
 BACKENDS = {
@@ -64,8 +64,7 @@ def main() -> None:
             break
         found["rows"] += measure_size(positions, width, causal, ceilings)
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(options.out, found)
 
 
 def measure_size(positions: int, width: int, causal: bool, ceilings: Ceilings) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rooftop.errors import MeasurementError
+from rooftop.hardware.sequences import synchronize
 
 SIZES = tuple(m << 20 for m in (1, 16, 256))
 """Sizes of messages in bytes. Each is rounded down to a size that the devices can divide among them."""
@@ -127,20 +128,15 @@ def _seconds(collective: Callable[[], object], device: torch.device, size: int) 
     samples = []
     for _ in range(1 + SAMPLES):  # the first sample warms up and is not counted
         dist.barrier()
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         for _ in range(calls):
             collective()
-        _synchronize(device)
+        synchronize(device)
         samples.append((time.perf_counter() - began) / calls)
     fastest: Tensor = torch.tensor(min(samples[1:]), device=device)
     dist.all_reduce(fastest, op=dist.ReduceOp.MAX)  # the slowest process determines the time of a call
     return float(fastest)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":
