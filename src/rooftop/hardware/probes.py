@@ -80,8 +80,9 @@ def full_precision() -> Iterator[None]:
     PyTorch has older switches (`allow_tf32`, `set_float32_matmul_precision`) and newer ones (`fp32_precision`). Once a
     program has set only the newer ones, reading the older ones raises an error, unless both agree.
     """
-    cudnn, cuda, mkldnn = torch.backends.cudnn, torch.backends.cuda, torch.backends.mkldnn
-    switches: tuple[Any, ...] = (torch.backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, mkldnn.matmul)
+    backends: Any = torch.backends
+    cudnn = backends.cudnn
+    switches = (backends, backends.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, backends.mkldnn.matmul)
     newer = [(switch, switch.fp32_precision) for switch in switches]
     products = _readable(torch.get_float32_matmul_precision)
     convolutions = _readable(torch._C._get_cudnn_allow_tf32)
