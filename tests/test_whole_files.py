@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from rooftop.whole_files import whole_file, write_whole
+from rooftop.whole_files import whole_file, write_json, write_whole
 
 
 def write_half_and(place: Path, error: BaseException | None) -> None:
@@ -16,6 +17,15 @@ def write_half_and(place: Path, error: BaseException | None) -> None:
         path.write_text("half")
         if error is not None:
             raise error
+
+
+def test_json_gets_its_folders_and_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "h200" / "rows.json"
+    write_json(path, {"rows": [1.5, None]})
+    with pytest.raises(TypeError):
+        write_json(path, {"rows": [object()]})
+    assert json.loads(path.read_text()) == {"rows": [1.5, None]}
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("fails", ["in the block", "at the end"])

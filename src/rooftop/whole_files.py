@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,3 +45,15 @@ def write_whole(target: Path, text: str) -> None:
     """
     with whole_file(target) as path:
         path.write_text(text, encoding="utf-8")
+
+
+def write_json(target: Path, value: object) -> None:
+    """Write an indented JSON file completely or not at all, as `whole_file` does. Missing folders are made.
+
+    Raises:
+        OSError: the file or its folder cannot be written.
+        TypeError: the value has an item that JSON has no type for.
+    """
+    text = json.dumps(value, indent=1) + "\n"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(target, text)

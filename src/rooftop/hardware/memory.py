@@ -141,7 +141,7 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     Earlier storages, workspaces of kernels, and allocations of compiled code (`torch.compile`) are not counted.
 
     Args:
-        device: by default the current GPU, or the CPU if there is none.
+        device: by default the current GPU, or the CPU if there is no GPU.
 
     Raises:
         ValueError: the device is not on this machine.
