@@ -118,7 +118,7 @@ def test_without_gpus_the_refusal_names_the_driver(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("near", ["gpu0", -1, "cuda:7", "cpu"])
 def test_a_partner_that_does_not_exist_is_refused(near: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, gpu(0, 70))
-    with pytest.raises(ValueError, match=r"is not a GPU of this machine: torch can use 1 GPUs"):
+    with pytest.raises(ValueError, match=r"is not a GPU of this machine: torch can use 1 GPU, from"):
         select_devices(near=near)
 
 

@@ -600,7 +600,8 @@ def recording(
         raise ValueError(f"recording(device={device!r}): expected a cpu or cuda device")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"recording(device={device!r}): this machine has {torch.cuda.device_count()} GPUs, numbered from cuda:0"
+            f"recording(device={device!r}): this machine has {counted(torch.cuda.device_count(), 'GPU')}, numbered "
+            "from cuda:0"
         )
     if ceilings is not None:
         require_ceilings(ceilings, "recording").require_kind(where.type)

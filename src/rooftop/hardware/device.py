@@ -19,6 +19,7 @@ import torch
 
 from rooftop.hardware.nvml import Nvml, nvml_session
 from rooftop.hardware.topology import NvLink, Peer, nv_links, peers
+from rooftop.words import counted
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def gpu(index: int) -> Gpu:
     """
     count = torch.cuda.device_count()
     if not 0 <= index < count:
-        raise ValueError(f"no GPU {index}: torch can use {count} GPUs on this machine")
+        raise ValueError(f"no GPU {index}: torch can use {counted(count, 'GPU')} on this machine")
     with nvml_session() as nvml:
         return _gpu(nvml, index, _links(nvml, count))
 

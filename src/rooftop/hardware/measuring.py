@@ -22,7 +22,7 @@ from rooftop.hardware.figures import PRECISIONS
 from rooftop.hardware.histories import History, history_of
 from rooftop.hardware.probes import identity, machine_of, parts_of, probe
 from rooftop.whole_files import write_whole
-from rooftop.words import did_you_mean
+from rooftop.words import counted, did_you_mean
 
 
 def measure_ceilings(
@@ -134,7 +134,9 @@ def _device(device: torch.device | str | None) -> torch.device:
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"ceilings can be measured on cpu and cuda devices, got {where}")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{where} does not exist: torch can use {torch.cuda.device_count()} GPUs on this machine")
+        raise ValueError(
+            f"{where} does not exist: torch can use {counted(torch.cuda.device_count(), 'GPU')} on this machine"
+        )
     return where
 
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from rooftop.errors import RooftopError
 from rooftop.hardware.device import Gpu, devices
 from rooftop.hardware.threads import Modes, caller_stream, current, noted, places_of, run_together, with_index
+from rooftop.words import counted
 
 Result = TypeVar("Result")
 
@@ -84,7 +85,9 @@ def _gpu_of(near: torch.device | str | int, gpus: list[Gpu]) -> Gpu:
         for gpu in gpus:
             if device == torch.device("cuda", gpu.index):
                 return gpu
-    raise ValueError(f"near={near!r} is not a GPU of this machine: torch can use {len(gpus)} GPUs, from cuda:0")
+    raise ValueError(
+        f"near={near!r} is not a GPU of this machine: torch can use {counted(len(gpus), 'GPU')}, from cuda:0"
+    )
 
 
 def _free_bytes(gpu: Gpu) -> int:
