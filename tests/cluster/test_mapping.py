@@ -377,7 +377,7 @@ def test_targets_that_cannot_work_end_the_run() -> None:
         ("your.py:number", TargetError, "no such file"),
         ("my_module_that_is_not:number", TargetError, "no module 'my_module_that_is_not'"),
         ("my.py:TARGETS", TargetError, "has no 'TARGETS'"),
-        ("number", TargetError, "expected a model's name, my.py:function"),
+        ("number", TargetError, "expected my.py:function or package.module:function"),
         ("my.py:Broken", ModelRunError, "creating my.py:Broken raised OSError: no weights here"),
         ("my.py:Cancelled", ModelRunError, "creating my.py:Cancelled raised CancelledError$"),
         ("my.py:Unsaid", ModelRunError, "creating my.py:Unsaid raised Unprintable: <it cannot be printed>"),

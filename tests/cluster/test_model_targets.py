@@ -100,3 +100,11 @@ def test_models_and_options_that_do_not_go_together() -> None:
 def test_a_model_takes_photographs_only(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="resnet18 accepts photographs, not items of kind text"):
         map_items(model_target("resnet18", seed=0), [photos], tmp_path / "out", kind="text")
+
+
+def test_the_batch_of_a_model_is_not_silently_ignored(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"got batch=3, but the target resnet18 has its own batch of 16: .*model_target"
+    ):
+        map_items(model_target("resnet18", seed=0), [photos], tmp_path / "out", batch=3)
+    assert not (tmp_path / "out").exists()

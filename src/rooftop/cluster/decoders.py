@@ -150,8 +150,8 @@ class Decoders:
             more: returns the next items, or None if there are none yet.
             pinned: whether tensors must be in pinned memory, which needs a GPU in this process. The caller then keeps
                 tensors until the GPU has read them.
-            uses_gpu: for a caller that does not keep tensors: whether it uses the GPU by now. From then on, tensors are
-                in pinned memory if possible.
+            uses_gpu: for a caller that does not keep tensors: returns whether the caller has used the GPU by now. From
+                then on, tensors are in pinned memory if possible.
         """
         self._more, self._pinned = more, pinned
         self._uses_gpu = uses_gpu or self._uses_gpu
@@ -436,6 +436,7 @@ def _work(connection: Connection, arena: Arena, decode: Callable[[Item], Any], w
 
 
 def _whole(decode: Callable[[Item], Any], item: Item) -> Decoded:
+    """Decode an item. A `MissingExtraError` becomes the value, and the worker then raises it."""
     try:
         return decoded(decode, item)
     except MissingExtraError as error:

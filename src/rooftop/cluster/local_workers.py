@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -117,9 +118,6 @@ class LocalWorkers:
     Args:
         job: the work.
         division: how the workers divide the machine.
-
-    Raises:
-        ModelRunError: a worker cannot load the target, or workers end during their start.
     """
 
     def __init__(self, job: Job, division: Division) -> None:
@@ -166,7 +164,8 @@ class LocalWorkers:
         """Wait for new events and return them. After `patience_s` without any, return an empty list.
 
         Raises:
-            ModelRunError, MissingExtraError, InputError: a worker reported this error.
+            RooftopError: a worker reported this error; an error of another type becomes a ModelRunError.
+            ModelRunError: `MOST_STARTS` workers in a row ended while they started.
         """
         by_handle = {worker.connection: worker for worker in self._workers}
         by_sentinel = {worker.process.sentinel: worker for worker in self._workers}
@@ -212,8 +211,7 @@ class LocalWorkers:
                 )
         for place, chunk in enumerate(worker.chunks):
             self._events.append(Lost(chunk, why if place == 0 else None))
-        worker.end()
-        self._workers[self._workers.index(worker)] = _Worker(self.job, self.division, worker.number)
+        self._start_instead(worker)
 
     def _end_stuck(self, worker: _Worker, number: int, first: int, count: int) -> None:
         worker.process.kill()
@@ -225,6 +223,9 @@ class LocalWorkers:
                     self._events.append(Finished(worker.chunks.popleft(), content))
         for chunk in worker.chunks:
             self._events.append(Hung(chunk, first, count) if chunk.number == number else Lost(chunk, None))
+        self._start_instead(worker)
+
+    def _start_instead(self, worker: _Worker) -> None:
         worker.end()
         self._workers[self._workers.index(worker)] = _Worker(self.job, self.division, worker.number)
 
@@ -494,8 +495,6 @@ class _At:
 def _sendable(error: BaseException) -> RooftopError | str:
     if isinstance(error, RooftopError):
         with suppress(Exception):
-            import pickle
-
             pickle.dumps(error)
             return type(error)(str(error))
     return f"{type(error).__name__}: {whole_message(error)}"

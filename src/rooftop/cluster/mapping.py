@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,7 @@ def map_items(
         out: the folder for the results, which is created.
         kind: "image", "clip", "cloud", "text", "row" or "path". None: found from the files' suffixes.
         batch: if given, the target gets a list of at most this many items, and returns a list with a result for each.
+            A target of `model_target` has a batch of its own.
         frames, step, stride: for clips, the frames per clip, the distance between these frames, and the distance
             between the first frames of consecutive clips (None: clips share no frames).
         point_columns: numbers per point in a .bin file.
@@ -214,7 +215,15 @@ def map_items(
         raise InputError(f"got {given} and a scheduler, which has its own workers: give only one of them")
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"device {device!r} is not known: expected auto, cpu or cuda")
-    made = target if isinstance(target, Target) else callable_target(target, batch)
+    if isinstance(target, Target):
+        if batch not in (None, target.batch):
+            raise InputError(
+                f"got batch={batch!r}, but the target {target.name} has its own batch of {target.batch!r}: give the "
+                "batch to the function that made the target (model_target)"
+            )
+        made = target
+    else:
+        made = callable_target(target, batch)
     if made.prepare is not None:
         if kind not in (None, "image"):
             raise InputError(f"{made.name} accepts photographs, not items of kind {kind}")
@@ -237,7 +246,7 @@ def map_items(
             pool, job = _workers(made, decoding, device, workers, decoders, scheduler, timeout_s, say)
             at_once = True
             try:
-                run.all(pool, job, _chained(first, items))
+                run.all(pool, job, chain([first], items))
                 run.start = {"inputs": run.start["inputs"], **pool.start, **run.start}  # in chronological order
                 at_once = False
             except KeyboardInterrupt:
@@ -286,11 +295,6 @@ def _workers(
         raise InputError("device is cuda, but torch finds no GPU here: use cpu or auto")
     job = Job(target, decoding, division.decoders or division.decode_threads, timeout_s, division.decoders > 0)
     return LocalWorkers(job, division), job
-
-
-def _chained(first: Item, others: Iterator[Item]) -> Iterator[Item]:
-    yield first
-    yield from others
 
 
 def size_near_end(size: int, left: int, workers: int, batch: int) -> int:

@@ -182,9 +182,12 @@ def _target(
     dtype: torch.dtype | None,
     preprocessing: Preprocessing | None = None,
 ) -> ModelTarget:
-    if not isinstance(weights, (str, type(None))):
-        weights = str(weights)
-    made_of = {"weights": weights, "seed": seed, "dtype": None if dtype is None else str(dtype), **options}
+    made_of = {
+        "weights": None if weights is None else str(weights),
+        "seed": seed,
+        "dtype": None if dtype is None else str(dtype),
+        **options,
+    }
     prepare: Preparation
     answer: Answer
     if preprocessing is not None:

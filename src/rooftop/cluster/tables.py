@@ -255,10 +255,7 @@ def to_batch(
                 continue
             return to_batch(items, checked, columns)  # repeat with the failed rows as errors, whose columns are null
     errors = [each.why if isinstance(each, Failure) else None for each in checked]
-    fixed = [[item.input for item in items], [item.place for item in items], errors]
-    whole = whole_schema(columns)
-    arrays = [pa.array(values, whole.field(i).type) for i, values in enumerate(fixed)] + arrays
-    return pa.RecordBatch.from_arrays(arrays, schema=whole), sum(each is not None for each in errors), columns
+    return _whole_batch(items, errors, arrays, columns), sum(each is not None for each in errors), columns
 
 
 def is_table(results: Any) -> bool:
@@ -268,11 +265,16 @@ def is_table(results: Any) -> bool:
 
 def with_items(items: Sequence[Item], results: Any) -> Any:
     """Add the fixed columns to results without errors, a pyarrow.RecordBatch with one row per item."""
+    return _whole_batch(items, [None] * len(items), results.columns, results.schema)
+
+
+def _whole_batch(items: Sequence[Item], errors: Sequence[str | None], arrays: Sequence[Any], columns: Any) -> Any:
+    """Make a batch of the fixed columns, and of the results' columns with the values `arrays`."""
     pa = load_arrow()
-    whole = whole_schema(results.schema)
-    fixed = [[item.input for item in items], [item.place for item in items], [None] * len(items)]
-    arrays = [pa.array(values, whole.field(i).type) for i, values in enumerate(fixed)]
-    return pa.RecordBatch.from_arrays([*arrays, *results.columns], schema=whole)
+    whole = whole_schema(columns)
+    fixed = [[item.input for item in items], [item.place for item in items], errors]
+    arrays = [*(pa.array(values, whole.field(i).type) for i, values in enumerate(fixed)), *arrays]
+    return pa.RecordBatch.from_arrays(arrays, schema=whole)
 
 
 def _column(values: list[Any], kind: Any) -> Any:

@@ -188,7 +188,10 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
         return CallableTarget(name, None, batch, pickled(given, name))
     where, _, attribute = given.rpartition(":")
     if not where or not attribute:
-        raise TargetError(f"{given!r}: expected a model's name, my.py:function or package.module:function")
+        raise TargetError(
+            f"{given!r}: expected my.py:function or package.module:function (in Python, one of Rooftop's models is "
+            "model_target(name))"
+        )
     if where.endswith(".py"):
         where = os.path.abspath(where)
     if not callable(found := imported(where, attribute)):

@@ -236,7 +236,7 @@ class Gate:
     def _eager(self, lowered: Candidate | None, given: Arguments) -> Outcome:
         if lowered is None:
             return outcome_of(self.step, self.original, self.original, given)
-        return outcome_of(self.step, lowered.call, _with_names_of(lowered.model, self.original), given)
+        return outcome_of(self.step, lowered.call, _Renamed(lowered.model, self.original), given)
 
     def judge(self, candidate: Candidate) -> float:
         """Compare a change with the original's behaviour.
@@ -248,7 +248,7 @@ class Gate:
             RefusedError: the change is not correct.
             Exception: any error that the changed model raises.
         """
-        worst, model = 0.0, _with_names_of(candidate.model, self.original)
+        worst, model = 0.0, _Renamed(candidate.model, self.original)
         before: tuple[Known, Outcome] | None = None
         for known in self.known:
             poison(known.eager)
@@ -279,7 +279,7 @@ class Gate:
         self._compare(self._changed(candidate, known.draw), known, candidate)
 
     def _changed(self, candidate: Candidate, draw: Draw) -> Outcome:
-        return outcome_of(self.step, candidate.call, _with_names_of(candidate.model, self.original), draw.given)
+        return outcome_of(self.step, candidate.call, _Renamed(candidate.model, self.original), draw.given)
 
     def _in_the_same_memory(self, candidate: Candidate, model: nn.Module) -> None:
         """Run the candidate on new values at the same addresses, to detect results cached by address."""
@@ -496,10 +496,6 @@ class _Renamed(nn.Module):
 
     def named_buffers(self, *_: Any, **__: Any) -> Any:
         return self._original[0].named_buffers()
-
-
-def _with_names_of(changed: nn.Module, original: nn.Module) -> nn.Module:
-    return _Renamed(changed, original)
 
 
 def _apart(tensor: Tensor) -> Tensor:

@@ -117,7 +117,9 @@ def optimize(
         check_taken(twin, step, tried)
 
         def gate() -> Gate:
-            return Gate.of(twin, step, _in_order(tried), GATE_SHARE * budget_s, exact, fresh)
+            # draws with special values come last, because they are skipped if time is short
+            in_order = sorted(tried, key=lambda each: each.special)
+            return Gate.of(twin, step, in_order, GATE_SHARE * budget_s, exact, fresh)
 
         proven = [given, *(each.given for each in claimed)]
 
@@ -182,11 +184,6 @@ def _of_shapes(shapes: Sequence[Sequence[int]], given: Arguments, generator: tor
             what = f"inputs of {in_words(of := of_shape(given, shape, generator))}"
             found.append(Draw(what, of, needed=f"{what}, which shapes= names"))
     return found
-
-
-def _in_order(tried: list[Draw]) -> list[Draw]:
-    """Draws with special values last, because they are skipped if time is short."""
-    return sorted(tried, key=lambda draw: draw.special)
 
 
 # ---- plans ---------------------------------------------------------------------------------------------------------

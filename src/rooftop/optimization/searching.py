@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -499,10 +498,12 @@ class Search:
         return False
 
     def _give_up(self, reason: str, verdict: str = "refused") -> None:
-        told: dict[str, Any] = {"verdict": verdict, "reason": reason} | (
-            {"error": None} if verdict == "refused" else {}
-        )
-        self.changes = [replace(change, **told) if change.verdict == "kept" else change for change in self.changes]
+        self.changes = [
+            replace(each, verdict=verdict, reason=reason, error=None if verdict == "refused" else each.error)
+            if each.verdict == "kept"
+            else each
+            for each in self.changes
+        ]
         self.kept, self.best = [], self._builder.plain
 
 

@@ -138,11 +138,14 @@ class Schedule:
             units: integer duration of each kind of instruction; None: `UNITS`.
 
         Raises:
-            ValueError: a unit is for an unknown kind or is not an integer, or a kind in the schedule has no unit.
+            ValueError: a unit is for an unknown kind or is not a positive integer, or a kind in the schedule has no
+                unit.
         """
         for kind, number in (units or {}).items():
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise ValueError(f"drawn: units must be integers, in columns per instruction; got {kind!r}: {number!r}")
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(
+                    f"drawn: units must be integers of 1 or more, in columns per instruction; got {kind!r}: {number!r}"
+                )
         timeline = simulate(self, units or UNITS)
         several = max(map(len, self.placement)) > 1
         columns = round(timeline.makespan)
@@ -184,8 +187,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle share of all ranks' time, from 0 to 1."""
-        return self.idle / (self.makespan * len(self.held))
+        """The idle share of all ranks' time, from 0 to 1; 0 if no instruction takes any time."""
+        return self.idle / (self.makespan * len(self.held)) if self.makespan else 0.0
 
 
 def simulate(

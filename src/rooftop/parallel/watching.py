@@ -168,7 +168,7 @@ class Watch:
         `SILENCE_S` seconds. It ends earlier if the store has ended, or, with None, if this rank notices a failure.
         """
         try:
-            before = beats(self.store, self.size)
+            before = beats(self.store, range(self.size))
             if self.noticed.wait(SILENCE_S):
                 return None
             silent = self._silent_since(self.store, before)
@@ -269,7 +269,7 @@ class Watch:
         if not self.termination.asked:
             return None
         if self._asked_at is None:
-            self._asked_at, self._beats_then = time.monotonic(), beats(store, self.size)
+            self._asked_at, self._beats_then = time.monotonic(), beats(store, range(self.size))
             gone = self._gone_here(store)
             return self._gone(gone, ENDED[len(gone) > 1], store) if gone else None
         if not self._beats_then or time.monotonic() - self._asked_at < SILENCE_S:
@@ -283,7 +283,7 @@ class Watch:
         return None
 
     def _silent_since(self, store: Any, before: dict[int, int]) -> list[int]:
-        now = beats(store, self.size)
+        now = beats(store, range(self.size))
         alive = {rank for rank in self._here if self.processes[rank].state() != GONE}
         silent = [rank for rank, beat in now.items() if beat == before[rank] and rank not in alive]
         return [rank for rank in silent if not store.check([f"done/{rank}"])]
@@ -410,9 +410,9 @@ class _Signs:
         return self._silent_s
 
 
-def beats(store: Any, ranks: int | Iterable[int]) -> dict[int, int]:
-    """The number of heartbeats that each rank has sent."""
-    return {rank: store.add(f"beat/{rank}", 0) for rank in (range(ranks) if isinstance(ranks, int) else ranks)}
+def beats(store: Any, ranks: Iterable[int]) -> dict[int, int]:
+    """The number of heartbeats that each of these ranks has sent."""
+    return {rank: store.add(f"beat/{rank}", 0) for rank in ranks}
 
 
 def places_of(store: Any, ranks: Iterable[int]) -> dict[int, Place]:
