@@ -260,8 +260,9 @@ class Decoders:
         return min(free, key=lambda each: (len(each.tasks), (each.run or self._waiting)[0].number), default=None)
 
     def _usual(self) -> int:
-        """The number of items in a task when many items wait: 1 if `alone`, and while the time per item is unknown;
-        then as many as TASK_ITEMS, TASK_S and TASK_BYTES (for clips, CLIPS_OF_A_TASK and TASK_BYTES) allow."""
+        """The number of items in a task when many items wait. It is 1 with `alone`, and while the time per item is
+        unknown. Otherwise it is limited by TASK_ITEMS, TASK_S and TASK_BYTES (for clips, by CLIPS_OF_A_TASK and
+        TASK_BYTES)."""
         if not self._seconds:
             return 1
         most = self._most_of_a_task
