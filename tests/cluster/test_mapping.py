@@ -64,6 +64,16 @@ def troubled(text):
     return {"n": n}
 
 
+class SlowAtFirst:
+    called = False
+
+    def __call__(self, text):
+        if not self.called:
+            time.sleep(1.0)
+        self.called = True
+        return int(text)
+
+
 class Counted:
     """Says how often it was made in its process."""
 
@@ -227,6 +237,12 @@ def test_two_thousand_photographs_ten_damaged_one_worker_killed(workers: Workers
             assert (row["error"], row["width"], row["height"]) == (None, 10 + number % 20, 8)
     again, _ = mapped("my.py:size", ["photos"])
     assert (again.items, again.before, again.errors_before) == (0, 2000, 10)
+
+
+def test_a_slow_first_call_does_not_lower_the_ceiling() -> None:
+    report, _ = mapped("my.py:SlowAtFirst", [lines(300)], workers=1)
+    assert report.call_ceiling > 300 / 1.0
+    assert report.percent_of_ceiling <= 100
 
 
 def test_what_raises_hangs_differs_or_ends_its_process_is_an_error_of_its_item() -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from rooftop.cluster.arrow import load_arrow
 from rooftop.errors import InputError, MissingExtraError
-from rooftop.words import did_you_mean, whole_message
+from rooftop.words import counted, did_you_mean, whole_message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -317,7 +317,8 @@ def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
             if isinstance(cells, Damage):
                 yield number, cells
             elif len(cells) != len(names):
-                yield number, Damage(f"{len(cells)} cells, expected as many as the header has: {len(names)}")
+                got = counted(len(cells), "cell")
+                yield number, Damage(f"{got}, expected as many as the header has: {len(names)}")
             elif any(cells[place] for place in unnamed):
                 yield number, Damage("several cells are in columns without a name: give each column a name of its own")
             else:
@@ -416,7 +417,7 @@ def _clips(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
         yield Item(name, None, source, Damage(_line(error)))
         return
     if there < span:
-        yield Item(name, None, source, Damage(f"{there} frames, expected at least {span} for a clip"))
+        yield Item(name, None, source, Damage(f"{counted(there, 'frame')}, expected at least {span} for a clip"))
     for first in range(0, there - span + 1, decoding.stride or decoding.frames * decoding.step):
         yield Item(name, first, source)
 

@@ -63,10 +63,11 @@ class MapReport:
             that was slowest to start.
         items_per_s: items per second from the end of the first chunk to the end of the last chunk; with a single chunk,
             items per second of `working_s`.
-        decode_ceiling: items per second that decoding would reach if all its threads or processes were always busy,
-            computed from the times of this run. None: decoding took no time.
-        call_ceiling: items per second that the target would reach if each worker were always calling it, computed
-            from the times of this run. None: the target took no time.
+        decode_ceiling: items per second that decoding would reach if all its threads or processes were always busy.
+            None: decoding took no time. This ceiling and the next one are computed from the times of this run, without
+            each worker's first chunk, which may import or compile (with it if no worker got a second chunk).
+        call_ceiling: items per second that the target would reach if each worker were always calling it. None: the
+            target took no time.
         percent_of_ceiling: `items_per_s` in percent of the lower ceiling.
         workers: number of workers that finished a chunk. `decoding` names the decoders of each worker, such as "16
             processes".
@@ -309,14 +310,29 @@ def size_near_end(size: int, left: int, workers: int, batch: int) -> int:
     return max(batch, min(size, share // batch * batch))
 
 
+@dataclass
+class _Work:
+    """Sums over chunks: the items that were decoded and that were passed to the target, and the seconds of both."""
+
+    decoded: int = 0
+    called: int = 0
+    decode_s: float = 0.0
+    call_s: float = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        self.decoded += outcome.decoded
+        self.called += outcome.called
+        self.decode_s += outcome.decode_s
+        self.call_s += outcome.call_s
+
+
 class _Run:
     """The loop of a run, and its counters."""
 
     def __init__(self, parts: Parts, progress: Progress | None, files: int | None) -> None:
         self.parts, self.progress, self.files = parts, progress, files
         self.items = self.errors = self.lost = 0
-        self.decoded = self.called = 0
-        self.decode_s = self.call_s = 0.0
+        self.first_work, self.later_work = _Work(), _Work()  # of each worker's first chunk, and of its later chunks
         self.workers: dict[str, int] = {}  # worker's name -> number of its decoding threads or processes
         self.first_at = self.last_at = 0.0
         self.first_done_at, self.first_done = 0.0, 0  # time of the first finished chunk, and its number of items
@@ -401,10 +417,7 @@ class _Run:
         if self._decodes:
             one, several = ("process", "processes") if outcome.processes else ("thread", "threads")
             self.decoding = f"{outcome.threads} {several if outcome.threads > 1 else one}"
-        self.decoded += outcome.decoded
-        self.called += outcome.called
-        self.decode_s += outcome.decode_s
-        self.call_s += outcome.call_s
+        (self.later_work if outcome.worker in self.workers else self.first_work).add(outcome)
         self.workers[outcome.worker] = outcome.threads
         self._add(outcome.batch, len(chunk.items), outcome.errors)
         if not self._final:
@@ -502,8 +515,9 @@ class _Run:
         else:
             rate = self.items / working_s if self.items and working_s else None
         threads = sum(self.workers.values())
-        decode = self.decoded * threads / self.decode_s if self.decode_s else None
-        call = self.called * len(self.workers) / self.call_s if self.call_s else None
+        work = self.later_work if self.later_work.decoded else self.first_work
+        decode = work.decoded * threads / work.decode_s if work.decode_s else None
+        call = work.called * len(self.workers) / work.call_s if work.call_s else None
         ceiling = min((each for each in (decode, call) if each), default=None)
         columns = {} if self.parts.columns is None else {each.name: str(each.type) for each in self.parts.columns}
         return MapReport(
