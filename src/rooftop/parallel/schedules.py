@@ -19,9 +19,9 @@ without processes.
 | zbv | 2 | (p - 1) / (6 * m + p - 1), where m >= 2 * p - 1 | p |
 
 The table uses p for ranks, m for micro-batches and v for stages per rank. F and B are the times of a forward and a
-backward. zb-h1 and zbv split a backward B into the gradient of the input, I, and the
-gradients of the weights, W. No rank waits for W, so W fills idle time. The table's
-idle shares of zb-h1 and zbv assume F = I = W = 1.
+backward. zb-h1 and zbv split a backward B into the gradient of the input, I, and the gradients of the weights, W. No
+rank waits for W, so W fills idle time. The table's idle shares of zb-h1 and zbv assume F = I = W = 1. The last column
+is for m of at least 2 * p (for interleaved, also a multiple of p).
 
 Sources: Huang et al. 2019, "GPipe" (arXiv:1811.06965); Narayanan et al. 2021, "Efficient Large-Scale Language Model
 Training" (arXiv:2104.04473), 1F1B and interleaving; Qi et al. 2023, "Zero Bubble Pipeline Parallelism"
