@@ -64,6 +64,7 @@ def test_inputs_that_cannot_be_found(tmp_path: Path) -> None:
     (tmp_path / "what.xyz").touch()
     for inputs, kind, said in (
         ([], None, "expected a list"),
+        ([3], None, r"expected a list of files and folders, got \[3\]"),
         ([tmp_path / "missing"], None, "does not exist"),
         ([tmp_path / "empty"], "image", "holds no files with items of kind image"),
         ([tmp_path / "what.xyz"], None, "give the kind .*--as.*image"),

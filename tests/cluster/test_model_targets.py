@@ -92,6 +92,8 @@ def test_models_and_options_that_do_not_go_together() -> None:
         ("resnet18", {"weights": "DEFAULT", "seed": 1}, InputError, "got both"),
         ("resnet18", {"seed": 1, "batch": 0}, InputError, "batch is 0"),
         ("resnet18", {"seed": 1, "top": 0}, InputError, "top is 0"),
+        ("detr_resnet50", {"seed": 1, "threshold": "0.5"}, InputError, "threshold is '0.5', expected a number"),
+        ("resnet18", {"seed": 1, "dtype": "float16"}, InputError, "dtype is 'float16', expected a floating-point"),
     ):
         with pytest.raises(error, match=said):
             model_target(name, **options)

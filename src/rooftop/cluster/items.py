@@ -148,7 +148,8 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
     Raises:
         InputError: inputs are empty, a path does not exist, a folder has no files of the kind, or the kind is unclear.
     """
-    if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Collection) or not len(inputs):
+    is_list = isinstance(inputs, Collection) and not isinstance(inputs, (str, bytes, os.PathLike)) and len(inputs) > 0
+    if not is_list or not all(isinstance(each, (str, os.PathLike)) for each in inputs):
         raise InputError(f"inputs: expected a list of files and folders, got {inputs!r}")
     if kind is not None:
         Decoding(kind)  # this raises for an unknown kind
