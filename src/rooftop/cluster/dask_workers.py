@@ -98,8 +98,8 @@ class DaskWorkers:
         return client
 
     def _check_address(self) -> None:
-        """Find a wrong address before a client does: such a client prints a traceback, and waits for 20 s when it is
-        deleted.
+        """Check the address before a client is created, since a client with a wrong address prints a traceback, and
+        waits for 20 s when it is deleted.
 
         Raises:
             OSError, ValueError: no client can be created for the address.
@@ -173,6 +173,7 @@ class DaskWorkers:
         return events
 
     def _event(self, chunk: Chunk, future: Any) -> Event | None:
+        """The event of a chunk whose task Dask reports as done; None if the scheduler does not know the task."""
         if future is None or future.status in ("cancelled", "lost", "pending"):
             return None
         if future.status == "error":

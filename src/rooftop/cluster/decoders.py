@@ -350,6 +350,7 @@ class Decoders:
         return Lending(content, arena.lend(slot, size, arena.freed))
 
     def _replace(self, process: _Process) -> None:
+        """Start another process instead of one that has ended, and retry the items that it had."""
         self._selector.unregister(process.connection)
         process.connection.close()
         process.process.join()

@@ -169,8 +169,8 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
 
 
 def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """The sorted files below a folder, without hidden files and, as in Parquet readers, without names that begin with
-    "_". Symbolic links are followed, except a link to a folder that contains the link.
+    """Yield the files below a folder, sorted within each folder. Hidden files are skipped, and so are names that begin
+    with "_", as by readers of Parquet. Symbolic links are followed, except a link to a folder that contains the link.
 
     Args:
         above: the resolved folders that contain this folder.

@@ -142,6 +142,7 @@ class LocalWorkers:
         return self._freest(careful) is not None
 
     def _freest(self, careful: bool) -> _Worker | None:
+        """Of the workers that can take another chunk (see `has_room`), the one with the fewest chunks; None: no worker."""
         most = 0 if careful else CHUNKS_OF_A_WORKER - 1
         clips = self.job.decoding.kind == "clip"
         least = 0 if careful else (CLIPS_OF_A_DECODER if clips else ITEMS_OF_A_DECODER) * self.division.decoders
@@ -214,6 +215,7 @@ class LocalWorkers:
         self._start_instead(worker)
 
     def _end_stuck(self, worker: _Worker, number: int, first: int, count: int) -> None:
+        """Replace a worker in which the items [first, first + count) of chunk `number` have taken too long."""
         worker.process.kill()
         worker.process.join()
         with suppress(EOFError, OSError):  # keep finished results
@@ -403,7 +405,7 @@ def _send_all(connection: Connection, outbox: queue.SimpleQueue[Any]) -> None:
 
 
 def _uses_gpu() -> bool:
-    """Whether this process uses a GPU by PyTorch."""
+    """Whether PyTorch has initialized CUDA in this process."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda.is_initialized()
 

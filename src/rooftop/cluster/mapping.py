@@ -477,6 +477,7 @@ class _Run:
     # ---- failed items ------------------------------------------------------------------------------------------------
 
     def _lost(self, chunk: Chunk, why: str | None, more_deaths: int) -> None:
+        """Repeat a lost chunk, item by item after it has ended two workers. Give up an item that has ended three."""
         self.lost += 1
         if why is None:
             self._again.appendleft(chunk)

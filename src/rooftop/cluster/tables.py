@@ -64,7 +64,7 @@ def row_of(result: Any) -> Row:
 
 
 def _named(values: Mapping[Any, Any], levels: int) -> Row:
-    """A mapping with keys of text, such as "1" for 1."""
+    """Return a mapping as a dict whose keys are text, such as "1" for 1."""
     found = {str(name): _plain(value, levels + 1) for name, value in values.items()}
     if len(found) < len(values):
         names = [str(name) for name in values]
@@ -142,7 +142,7 @@ def _type_of(value: Any) -> Any:
 
 
 def _roomy(kind: Any) -> Any:
-    """The type with more digits in decimals, since the first decimal does not tell how many digits others have."""
+    """Widen the decimals in a type, since the first decimal does not tell how many digits later ones have."""
     pa = load_arrow()
     if pa.types.is_decimal(kind):
         precision, scale = DECIMAL
@@ -312,7 +312,7 @@ def _holds_times(kind: Any) -> bool:
 
 
 def _clocks(value: Any) -> Iterator[str]:
-    """What each date or time in a value tells: a date, a time, or a time in a time zone."""
+    """Yield the kind of each date and time in a value: "date", "time" (without a time zone) or "time in a zone"."""
     if isinstance(value, datetime):
         yield "time" if value.tzinfo is None else "time in a zone"
     elif isinstance(value, date):

@@ -250,7 +250,8 @@ class Search:
         return self._has_no_reason(rule, "no gain", "absent", times)
 
     def _has_no_reason(self, rule: Rule, verdict: str, method: str, given: object) -> bool:
-        """Whether a method of the rule returns None. A reason that it returns instead is recorded with the verdict."""
+        """Whether a method of the rule returns None. If it returns a reason instead, the reason is recorded with the
+        verdict. If it raises, the error is recorded as "failed"."""
         try:
             reason = getattr(rule, method)(given)
             if reason is not None and (not isinstance(reason, str) or not reason):
@@ -341,6 +342,7 @@ class Search:
         return found
 
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
+        """Try a rule together with the kept rules except `replaced`. If it saves time and is correct, keep it."""
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
         others = [kept for kept in self.kept if kept not in replaced]
         compiled = any(kept.kind == "compile" for kept in others)

@@ -265,6 +265,7 @@ class _RankPlan:
         return wide_dtype(x) if len(self.steps) > 1 else x.dtype
 
     def _step(self, to: Collection[int], of: Collection[int]) -> _Step:
+        """The step in which this rank sends rows to the ranks `to`, and receives rows from the ranks `of`."""
         index, ranks = self.index, place_in(self.group)[1]
         held = self.packing.held[index]
         arriving = [self.packing.rows(index, rank, self.window) if rank in of else () for rank in range(ranks)]

@@ -230,6 +230,7 @@ class Watch:
     # ---- detection of failures ----
 
     def _neighbour(self, store: Any) -> Failure | None:
+        """Check the next rank on this machine: it may have ended, or a signal may have stopped it."""
         if self._next == self.rank:
             return None
         state, now = self.processes[self._next].state(), time.monotonic()
@@ -266,6 +267,7 @@ class Watch:
         return Failure(f"{words} {'them' if len(ours) > 1 else 'it'} is gone", tuple(ours))
 
     def _asked_to_end(self, store: Any) -> Failure | None:
+        """After SIGTERM, look for ranks that are gone. If there are none, end this process as SIGTERM asks."""
         if not self.termination.asked:
             return None
         if self._asked_at is None:
