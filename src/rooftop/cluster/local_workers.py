@@ -142,7 +142,7 @@ class LocalWorkers:
         return self._freest(careful) is not None
 
     def _freest(self, careful: bool) -> _Worker | None:
-        """Of the workers that can take another chunk (see `has_room`), the one with the fewest chunks; None: no worker."""
+        """Of the workers that can take another chunk (see `has_room`), the one with the fewest chunks, or None."""
         most = 0 if careful else CHUNKS_OF_A_WORKER - 1
         clips = self.job.decoding.kind == "clip"
         least = 0 if careful else (CLIPS_OF_A_DECODER if clips else ITEMS_OF_A_DECODER) * self.division.decoders

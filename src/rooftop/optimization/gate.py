@@ -305,7 +305,7 @@ class Gate:
         self._compare_values(values, others[0], candidate, "inputs in the same memory")
 
     def _compare(self, got: Outcome, known: Known, candidate: Candidate, what: str = "") -> float:
-        """Compare an outcome with the original's in all respects. Return the error as a fraction of the allowed error."""
+        """Compare all parts of an outcome with the original's. Return the error as a fraction of the allowed error."""
         what = what or known.draw.what
         eager = known.eager
         missing, more = sorted(eager.values.keys() - got.values.keys()), sorted(got.values.keys() - eager.values.keys())

@@ -267,7 +267,9 @@ class Watch:
         return Failure(f"{words} {'them' if len(ours) > 1 else 'it'} is gone", tuple(ours))
 
     def _asked_to_end(self, store: Any) -> Failure | None:
-        """After SIGTERM, look for ranks that are gone. If there are none, end this process as SIGTERM asks."""
+        """After SIGTERM, look for ranks that are gone. If there are none, end this process, unless the program handles
+        SIGTERM itself.
+        """
         if not self.termination.asked:
             return None
         if self._asked_at is None:
