@@ -26,7 +26,7 @@ from typing import IO, Any, Self
 import rooftop
 from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.items import Item
-from rooftop.cluster.tables import fitted, whole_schema
+from rooftop.cluster.tables import fitted_table, whole_schema
 from rooftop.errors import InputError, OutputError
 from rooftop.whole_files import write_whole
 from rooftop.words import counted
@@ -214,7 +214,7 @@ class Parts:
         for path in sorted(self.folder.glob("part-*.parquet")):
             if not pa.parquet.read_schema(path).equals(whole):
                 table = pa.parquet.read_table(path)
-                self._write(path, pa.Table.from_batches([fitted(each, whole) for each in table.to_batches()], whole))
+                self._write(path, fitted_table(table.to_batches(), whole))
         encoded = None if columns is None else base64.b64encode(columns.serialize().to_pybytes()).decode()
         types = None if columns is None else {field.name: str(field.type) for field in columns}
         record = {
@@ -250,8 +250,7 @@ class Parts:
         if not (self.folder / RECORD).exists():
             self.settle(self.columns)
         whole = whole_schema(self.columns)
-        table = load_arrow().Table.from_batches([fitted(each, whole) for each in self._waiting], whole)
-        self._write(self.folder / f"part-{self._next:05d}.parquet", table)
+        self._write(self.folder / f"part-{self._next:05d}.parquet", fitted_table(self._waiting, whole))
         self._next += 1
         self._waiting, self._waiting_bytes = [], 0
 

@@ -408,9 +408,12 @@ def fitted(batch: Any, schema: Any) -> Any:
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+def fitted_table(batches: Sequence[Any], schema: Any) -> Any:
+    """A pyarrow.Table of batches, each fitted to the schema."""
+    return load_arrow().Table.from_batches([fitted(each, schema) for each in batches], schema)
+
+
 def joined(batches: Sequence[Any], columns: Any | None) -> Any:
     """Concatenate batches, with the columns that are known after the last batch."""
-    whole = whole_schema(columns)
-    table = load_arrow().Table.from_batches([fitted(each, whole) for each in batches], whole)
-    (batch,) = table.combine_chunks().to_batches()
+    (batch,) = fitted_table(batches, whole_schema(columns)).combine_chunks().to_batches()
     return batch

@@ -406,8 +406,7 @@ class Gate:
         """The original's error with TF32 in all convolutions and matrix products for which PyTorch's settings allow
         TF32. The result is 0 if TF32 is allowed for none of them.
         """
-        truth = known.truth.values.get(name) if known.truth is not None else None
-        if truth is None or self.lowered is not None or known.eager.values[name].dtype != torch.float32:
+        if known.truth is None or self.lowered is not None or known.eager.values[name].dtype != torch.float32:
             return 0.0
         draw, found = self.in_tensor_floats.get(known.draw.what, (None, None))
         if draw is not known.draw:
@@ -418,9 +417,7 @@ class Gate:
             except Exception:
                 found = None
             self.in_tensor_floats[known.draw.what] = known.draw, found
-        if found is None or name not in found.values or found.values[name].shape != truth.shape:
-            return 0.0
-        return _difference(found.values[name], truth, finite=True)
+        return _error(found, known.truth, name)
 
     def _sensitivity(self, known: Known, name: str) -> float:
         """How much a float64 result changes if the inputs of a special draw change by `SHIFT`.
@@ -436,10 +433,7 @@ class Gate:
                 self.shifts[what] = self._truth(replace(known.draw, given=mapped(known.draw.given, _shifted)))
             except Exception:
                 self.shifts[what] = None
-        shifted, truth = self.shifts[what], known.truth.values.get(name)
-        if shifted is None or truth is None or name not in shifted.values or shifted.values[name].shape != truth.shape:
-            return 0.0
-        return _difference(shifted.values[name], truth, finite=True)
+        return _error(self.shifts[what], known.truth, name)
 
     def _compare_one(self, name: str, got: Tensor, eager: Tensor, truth: Tensor | None, what: str) -> float:
         if got.shape != eager.shape or got.dtype != eager.dtype or got.device != eager.device:
@@ -455,10 +449,7 @@ class Gate:
         """The original's largest error on the given inputs. Only the given inputs are used: on drawn inputs that are
         constant, the original may be exact by luck.
         """
-        first = self.known[0]
-        if first.truth is None or name not in first.eager.values or name not in first.truth.values:
-            return 0.0
-        return _difference(first.eager.values[name], first.truth.values[name], finite=True)
+        return _error(self.known[0].eager, self.known[0].truth, name)
 
 
 def doubled(given: Arguments) -> Arguments:
@@ -549,6 +540,15 @@ def _difference(one: Tensor, other: Tensor, finite: bool = False) -> float:
         return 0.0
     apart = (one.double() - other.to(one.device).double()).abs()
     return float(apart.nan_to_num(0.0, 0.0).max() if finite else apart.nan_to_num(torch.inf).max())
+
+
+def _error(outcome: Outcome | None, truth: Outcome | None, name: str) -> float:
+    """The largest difference of a result from the float64 model's, without NaN and infinities; 0 if one of the outcomes
+    lacks the result, or has it in another shape.
+    """
+    got = None if outcome is None else outcome.values.get(name)
+    exact = None if truth is None else truth.values.get(name)
+    return 0.0 if got is None or exact is None or got.shape != exact.shape else _difference(got, exact, finite=True)
 
 
 def _rms(values: Tensor) -> Tensor:
