@@ -62,7 +62,9 @@ class Carrier(WorkerPlugin):
                 self._begin()
             if self._beside is None:
                 return self._done_here(chunk)
-        return self._beside.do(chunk)
+        done = self._beside.do(chunk)
+        # the process calls itself "process 0" beside each worker, but the run counts its workers by their names
+        return replace(done, worker=self._address) if isinstance(done, Outcome) else done
 
     def _begin(self) -> None:
         import cloudpickle
