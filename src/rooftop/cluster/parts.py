@@ -29,7 +29,7 @@ from rooftop.cluster.items import Item
 from rooftop.cluster.tables import fitted_table, whole_schema
 from rooftop.errors import InputError, OutputError
 from rooftop.whole_files import write_whole
-from rooftop.words import counted
+from rooftop.words import counted, first_line
 
 FORMAT = 1
 RECORD = "_rooftop.json"
@@ -114,7 +114,7 @@ class Parts:
             for leftover in folder.glob(".part-*"):
                 leftover.unlink()
             names = sorted(folder.glob("part-*.parquet"))
-            self._next = 1 + max((int(path.stem.rpartition("-")[2]) for path in names), default=-1)
+            self._next = 1 + max(map(_number_of, names), default=-1)
             for path in names:
                 self._read(path, retry_errors)
         except BaseException:
@@ -165,8 +165,10 @@ class Parts:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             made_by = {"target": record["target"], "arguments": record["arguments"]}
-            encoded = record["schema"]
-            version = record["format"]
+            encoded, version = record["schema"], record["format"]
+            if encoded is not None and version == FORMAT:
+                pa = load_arrow()
+                self.columns = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded)))
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is damaged: to start over, remove {self.folder} or give another name") from error
         if version != FORMAT:
@@ -177,9 +179,6 @@ class Parts:
                 f"{self.folder} has results of another job: {_differences(made_by, mine)}. To start over, remove the "
                 "folder or give another name"
             )
-        if encoded is not None:
-            pa = load_arrow()
-            self.columns = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded)))
 
     def _read(self, path: Path, retry_errors: bool) -> None:
         pa = load_arrow()
@@ -192,7 +191,7 @@ class Parts:
                 table, bad = whole.filter(whole["error"].is_null()), 0
         except (OSError, ValueError) as error:
             raise InputError(
-                f"{path} is damaged ({error}): remove it, and run the command again to repeat its items"
+                f"{path} is damaged ({first_line(error)}): remove it, and run the command again to repeat its items"
             ) from error
         if again:
             self._write(path, table) if table.num_rows else path.unlink()
@@ -285,6 +284,13 @@ class Parts:
                 f"{path} cannot be written ({why}), but {self.folder} keeps {counted(kept, 'row')}: {remedy}, and run "
                 "the same command again, which computes only the missing rows"
             ) from error
+
+
+def _number_of(path: Path) -> int:
+    number = path.stem.removeprefix("part-")
+    if not number.isdecimal():
+        raise InputError(f"{path} is not a part that rooftop map wrote: move it to another folder")
+    return int(number)
 
 
 def _differences(there: dict[str, Any], mine: dict[str, Any]) -> str:
