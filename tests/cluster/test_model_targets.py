@@ -106,7 +106,7 @@ def test_a_model_takes_photographs_only(photos: Path, tmp_path: Path) -> None:
 
 def test_the_batch_of_a_model_is_not_silently_ignored(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"got batch=3, but the target resnet18 has its own batch of 16: .*model_target"
+        InputError, match=r"got batch=3, but the target resnet18 was made with a batch of 16: .*model_target"
     ):
         map_items(model_target("resnet18", seed=0), [photos], tmp_path / "out", batch=3)
     assert not (tmp_path / "out").exists()
