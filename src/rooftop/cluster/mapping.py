@@ -220,8 +220,8 @@ def map_items(
         if batch not in (None, target.batch):
             own = "no batch" if target.batch is None else f"a batch of {target.batch}"
             raise InputError(
-                f"got batch={batch!r}, but the target {target.name} was made with {own}: give the batch to the function "
-                "that makes the target (model_target)"
+                f"got batch={batch!r}, but the target {target.name} was made with {own}: give the batch to the "
+                "function that makes the target (model_target)"
             )
         made = target
     else:
