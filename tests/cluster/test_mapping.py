@@ -239,6 +239,16 @@ def test_two_thousand_photographs_ten_damaged_one_worker_killed(workers: Workers
     assert (again.items, again.before, again.errors_before) == (0, 2000, 10)
 
 
+def test_rows_of_other_inputs_do_not_count_as_done() -> None:
+    for name in "abcde":
+        Path(name).touch()
+    mapped("os.path:basename", ["a", "b", "c"], kind="path", workers=1)
+    shown: list[tuple[str, float]] = []
+    mapped("os.path:basename", ["c", "d", "e"], kind="path", workers=1, progress=lambda *each: shown.append(each))
+    assert shown[0] == ("workers start", pytest.approx(1 / 3))
+    assert shown[-1] == ("3 of 3 done", 1.0)
+
+
 def test_a_slow_first_call_does_not_lower_the_ceiling() -> None:
     report, _ = mapped("my.py:SlowAtFirst", [lines(300)], workers=1)
     assert report.call_ceiling > 300 / 1.0

@@ -241,7 +241,10 @@ def map_items(
         unread: list[str] = []
         items = (item for item in _noted(list_items(files, decoding), unread) if item not in parts.done)
         first = next(items, None)
-        run = _Run(parts, progress, len(files) if kind in ("image", "cloud", "path") else None)
+        whole, done = kind in ("image", "cloud", "path"), 0
+        if whole and parts.done.rows:  # `out` may also have rows of other inputs
+            done = sum(item in parts.done for item in list_items(files, decoding))
+        run = _Run(parts, progress, len(files) if whole else None, done)
         if first is not None:
             run.show("workers start")
             run.start["inputs"] = time.monotonic() - begun
@@ -328,10 +331,15 @@ class _Work:
 
 
 class _Run:
-    """The loop of a run, and its counters."""
+    """The loop of a run, and its counters.
 
-    def __init__(self, parts: Parts, progress: Progress | None, files: int | None) -> None:
-        self.parts, self.progress, self.files = parts, progress, files
+    Args:
+        files: number of input files if each is one item, otherwise None.
+        done: number of these files that earlier runs have done.
+    """
+
+    def __init__(self, parts: Parts, progress: Progress | None, files: int | None, done: int = 0) -> None:
+        self.parts, self.progress, self.files, self.done = parts, progress, files, done
         self.items = self.errors = self.lost = 0
         self.first_work, self.later_work = _Work(), _Work()  # of each worker's first chunk, and of its later chunks
         self.workers: dict[str, int] = {}  # worker's name -> number of its decoding threads or processes
@@ -356,9 +364,8 @@ class _Run:
 
     def show(self, what: str) -> None:
         """Show the current work on the progress bar."""
-        there = self.parts.done.rows + self.items
         if self.progress is not None:
-            self.progress(what, there / max(there, self.files) if self.files else 0.0)
+            self.progress(what, (self.done + self.items) / self.files if self.files else 0.0)
 
     def all(self, workers: Workers, job: Job, items: Iterator[Item]) -> None:
         """Process all items. Even if this method raises, the parts contain the finished results."""
@@ -444,7 +451,7 @@ class _Run:
         """The size of the next chunk. Chunks shrink near the end of the run, if the number of items is known."""
         if self.files is None or not self._final:
             return self._size
-        return size_near_end(self._size, self.files - self.parts.done.rows - self._given, len(self.workers), batch)
+        return size_near_end(self._size, self.files - self.done - self._given, len(self.workers), batch)
 
     def _add(self, rows: Any, count: int, errors: int) -> None:
         if self._final:
@@ -458,8 +465,10 @@ class _Run:
             what = PLACES.get(self._kind, "place")
             place = "" if row["place"] is None else f", {what} {row['place']} (the first is 0)"
             self.first_error = f"{row['input']}{place}: {row['error']}"
-        there = self.parts.done.rows + self.items
-        what = f"{there:,} of {self.files:,} done" if self.files else f"{there:,} done"
+        if self.files:
+            what = f"{self.done + self.items:,} of {self.files:,} done"
+        else:
+            what = f"{self.parts.done.rows + self.items:,} done"
         if self.errors:
             what += f", {self.errors:,} with an error"
         self.show(what)
