@@ -218,9 +218,9 @@ def map_items(
         raise InputError(f"device {device!r} is not known: expected auto, cpu or cuda")
     if isinstance(target, Target):
         if batch not in (None, target.batch):
-            own = "no batch" if target.batch is None else f"a batch of {target.batch}"
+            its = "no batch" if target.batch is None else f"a batch of {target.batch}"
             raise InputError(
-                f"got batch={batch!r}, but the target {target.name} was made with {own}: give the batch to the "
+                f"got batch={batch!r}, but the target {target.name} was made with {its}: give the batch to the "
                 "function that makes the target (model_target)"
             )
         made = target
