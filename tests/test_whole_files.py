@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from torch import nn
@@ -94,3 +96,17 @@ def test_weights_that_are_exported_keep_a_link(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "there.safetensors")
     export_weights(link, nn.Linear(2, 1), {})
     assert link.is_symlink()
+
+
+def test_threads_may_write_one_file_at_the_same_time(tmp_path: Path) -> None:
+    path, both_write = tmp_path / "report.html", Barrier(2)
+
+    def write(text: str) -> None:
+        with whole_file(path) as temporary:
+            temporary.write_text(text)
+            both_write.wait(10)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(write, ["one", "two"]))
+    assert path.read_text() in ("one", "two")
+    assert os.listdir(tmp_path) == ["report.html"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,8 @@ def whole_file(target: Path) -> Iterator[Path]:
     place = target.resolve()
     direct = place.exists() and not place.is_file()
     # the suffix stays the last one, because libraries choose the format by it
-    temporary = place if direct else place.with_name(f".{place.stem}.{os.getpid()}.tmp{place.suffix}")
+    writer = threading.get_native_id()  # unlike a process id, it differs between threads
+    temporary = place if direct else place.with_name(f".{place.stem}.{writer}.tmp{place.suffix}")
     try:
         yield temporary
         if not direct:
