@@ -138,7 +138,7 @@ def test_files_that_cannot_be_read_are_named_or_skipped(make_video: MakeVideo, t
         assert 0 < ClipDataset([cut], frames=4).counts[0] < 7
     with (
         pytest.warns(UserWarning, match="skipped"),
-        pytest.raises(InputError, match="none of 1 files can be read"),
+        pytest.raises(InputError, match="none of 1 file can be read"),
     ):
         ClipDataset([text], frames=4, on_error="skip")
 

@@ -29,6 +29,7 @@ from rooftop.errors import InputError
 from rooftop.media.errors import DamagedVideoError
 from rooftop.media.forms import Normalization
 from rooftop.media.reading import VideoReader
+from rooftop.words import counted
 
 OPEN_FILES = 2  # maximum open readers per thread; on a GPU, each open reader occupies an NVDEC session
 
@@ -120,7 +121,7 @@ class ClipDataset(Dataset[Clip]):
                 self.skipped.append((Path(path), str(error)))
                 warnings.warn(f"skipped: {error}", stacklevel=2)
         if not self.readers:
-            raise InputError(f"none of {len(self.skipped)} files can be read: {self.skipped[0][1]}")
+            raise InputError(f"none of {counted(len(self.skipped), 'file')} can be read: {self.skipped[0][1]}")
         sizes = {(reader.height, reader.width) for reader in self.readers}
         if len(sizes) > 1:
             said = ", ".join(f"{width} x {height}" for height, width in sorted(sizes))
@@ -132,7 +133,10 @@ class ClipDataset(Dataset[Clip]):
             self._ends.append(count + (self._ends[-1] if self._ends else 0))
         if not len(self):
             longest = max(len(reader) for reader in self.readers)
-            raise InputError(f"no video is long enough for a clip of {span} frames: the longest has {longest} frames")
+            raise InputError(
+                f"no video is long enough for a clip of {counted(span, 'frame')}: the longest has "
+                f"{counted(longest, 'frame')}"
+            )
         self._of_thread = threading.local()
 
     def __len__(self) -> int:

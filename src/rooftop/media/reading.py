@@ -34,6 +34,7 @@ from rooftop.media.nvdec import NoNvdecError, gpu_of, missing, odd, too_small
 from rooftop.media.nvdec_decoders import release_decoders
 from rooftop.media.opening import Source
 from rooftop.media.surfaces import MOST_AT_ONCE
+from rooftop.words import counted
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
@@ -346,7 +347,9 @@ class VideoReader:
         count, given = len(self), as_integer(position)
         if not -count <= given < count:
             damage = f", which is damaged ({self.index.damage})" if self.index.damage else ""
-            raise IndexError(f"frame {given} of {self.source.name}{damage}: it has {count} frames, 0 to {count - 1}")
+            raise IndexError(
+                f"frame {given} of {self.source.name}{damage}: it has {counted(count, 'frame')}, 0 to {count - 1}"
+            )
         return given % count
 
     def _of_one_size(self, frame: av.VideoFrame) -> av.VideoFrame:
