@@ -33,7 +33,7 @@ from rooftop.user_paths import user_path
 MARK = ".rooftop-ffmpeg.json"  # this file marks PREFIX as a build that may be replaced, and names its source
 PLAIN_PATH = re.compile(r"[\w./@+-]+")  # characters that are safe in paths for FFmpeg's configure and for make
 SHOWN_LINES = 15  # lines of the log shown if a build fails
-UNSURE_S = 60.0  # seconds; files written within this time before a power failure may be incomplete
+UNSURE_S = 60.0  # files written within this time before a power failure may be incomplete
 PRESENT = {"decoders": ("h264_cuvid", "hevc_cuvid"), "encoders": ("h264_nvenc", "hevc_nvenc"), "devices": ("cuda",)}
 COMMON = ("--disable-doc", "--disable-debug", "--disable-ffplay")
 
@@ -240,8 +240,8 @@ class _Workshop:
         return len(re.findall(r'^(?:@|\s)*printf "[A-Z0-9]+\\t', done.stdout, re.MULTILINE))
 
     def _drop_unsure(self) -> None:
-        """After a power failure or kill -9, delete the files that were being written, because `make` would treat them
-        as complete."""
+        """After a power failure or kill -9, delete the files that were written last, because some of them may be
+        incomplete, and `make` would treat them as complete."""
         since = float(self.state.get("making", 0.0))
         if since == 0.0:
             return

@@ -57,11 +57,11 @@ class FrameIndex:
 
     def constant_rate(self, time_base: Fraction, stated: Fraction | None) -> Fraction | None:
         """The constant frame rate, in frames per second: frame k is shown k / rate seconds after frame 0, to the
-        precision of the clock. None if the frame rate is not constant.
+        precision of the clock. None if the frame rate is not constant. With fewer than two frames, this is `stated`.
 
         Args:
             time_base: duration of a tick in seconds.
-            stated: the frame rate that the file states.
+            stated: the frame rate that the file states, or None.
         """
         if len(self.pts) < 2:
             return stated
