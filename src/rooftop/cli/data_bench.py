@@ -24,6 +24,7 @@ from rooftop.data.headspace import STAGES
 from rooftop.data.pixels import Normalizer, Pixels
 from rooftop.errors import InputError, TargetError
 from rooftop.train.recipes.recipe import Recipe
+from rooftop.words import counted
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,7 +63,7 @@ def run_bench(
     if write_json(json_path, told):
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    workers = f"{found.workers} worker" + ("s" if found.workers > 1 else "")
+    workers = counted(found.workers, "worker")
     console.print(f"{len(samples):,} samples of {data}, batches of {batch}, {workers}, {target}", markup=False)
     console.print(_table(found))
     console.print(f"The loader makes batches {found.loading}.", soft_wrap=True, markup=False)
@@ -97,7 +98,6 @@ def training_step(
     classes = logits.shape[1]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     dtype = AUTOCAST.get(recipe.run.precision)
-
     normalize = Normalizer(channels_last=recipe.run.channels_last)
 
     def step(value: tuple[Pixels, Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from rich.markup import escape
 from rooftop.analysis.text import WIDTH
 from rooftop.cli.commands import names
 from rooftop.cli.device_option import pick_device
-from rooftop.cli.outputs import check_outputs
+from rooftop.cli.outputs import check_outputs, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import MeasurementError
 from rooftop.hardware import measure_ceilings
@@ -67,8 +66,7 @@ def _console() -> Console:
 
 
 def _write(figures: dict[str, Any], out: Path | None, chart: Path | None, drawn: Callable[[], str]) -> None:
-    if out is not None:
-        write_whole(out, json.dumps(figures, indent=1) + "\n")
+    write_json(out, figures)
     if chart is not None:
         write_whole(chart, drawn())
     for what, path in (("figures", out), ("chart", chart)):

@@ -18,6 +18,7 @@ from rooftop.cli.progress import progress_bar
 from rooftop.errors import RooftopError
 from rooftop.media import NoVideoDecoderError, VideoReader
 from rooftop.media.nvdec import WORTH_PIXELS
+from rooftop.words import counted
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def run_bench(
             chosen, why = str(auto.device), auto.fallback_reason
             size = (auto.height, auto.width)
         for done, (device, count) in enumerate(cases):
-            show(f"{device}, {count} streams", done / len(cases))
+            show(f"{device}, {counted(count, 'stream')}", done / len(cases))
             rates.append(measure(file, device, count, resize, seconds))
     if write_json(json_path, _told(file, size, rates, chosen, why)):
         return
@@ -116,7 +117,7 @@ def measure(file: Path, device: str, streams: int, resize: tuple[int, int] | Non
 
 def _table(rates: list[Rate]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("device", "streams", "frames/s", "frames/s a stream", "ms a frame of all"):
+    for name in ("device", "streams", "frames/s", "frames/s a stream", "ms a frame, all streams"):
         table.add_column(name, no_wrap=True, justify="left" if name == "device" else "right")
     table.add_column("", overflow="fold")
     said: set[str] = set()

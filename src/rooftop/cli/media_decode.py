@@ -14,13 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rooftop.cli.media_options import (
-    CLOCK_SLACK_S,
-    check_last,
-    check_times,
-    end_of,
-    first_position,
-)
+from rooftop.cli.media_options import CLOCK_SLACK_S, check_last, check_times, end_of, first_position
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
 from rooftop.media import VideoReader

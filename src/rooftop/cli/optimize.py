@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import traceback
@@ -17,7 +16,7 @@ from torch import nn
 from rooftop.analysis.formats import time_text
 from rooftop.analysis.text import WIDTH
 from rooftop.cli.device_option import pick_device
-from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
+from rooftop.cli.outputs import check_outputs, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, resolve_target
 from rooftop.errors import InputError, ModelRunError, RooftopError, TargetError
@@ -59,7 +58,7 @@ def run(
         if rule not in known:
             close = did_you_mean(rule, known)
             raise click.BadParameter(f"{rule!r} is not one of {', '.join(known)}{close}", param_hint="--rule")
-    check_outputs({"HTML": [output], "JSON": [json_path, save]})
+    check_outputs({"HTML": [output], "JSON": [save]}, json_path)
     sizes = [_shape(text) for text in shapes]
     found = resolve_target(target, inputs, pick_device(device), DTYPES[dtype] if dtype else None)
     assert isinstance(found.model, nn.Module), "a target that is not a script is a module"
@@ -98,11 +97,8 @@ def run(
         optimized.save(save)
     if output is not None:
         write_whole(output, render_page(optimized, target))
-    if json_path == STANDARD_OUTPUT:
-        click.echo(json.dumps(optimized.to_dict(), indent=1))
+    if write_json(json_path, optimized.to_dict()):
         return
-    if json_path is not None:
-        write_whole(json_path, json.dumps(optimized.to_dict(), indent=1) + "\n")
     _show(optimized, target)
     for what, path in (("plan", save), ("results", json_path), ("page", output)):
         if path is not None:

@@ -33,15 +33,7 @@ from rooftop.train.fitting.metric_lines import METRICS, read_metrics
 from rooftop.train.fitting.records import Facts, Fitted, Observer, StepRecord
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.reports.ablation_tables import ablation_heading, ablation_page, ablation_table
-from rooftop.train.reports.ablations import (
-    Ablation,
-    Run,
-    ablate,
-    results_of,
-    runs_of,
-    switches_of,
-    write_ablation,
-)
+from rooftop.train.reports.ablations import Ablation, Run, ablate, results_of, runs_of, switches_of, write_ablation
 from rooftop.train.reports.page import Page
 from rooftop.train.reports.shields import Shielded
 from rooftop.train.reports.tensorboard import TensorBoard
@@ -175,12 +167,8 @@ def call_of(given: Call, before: Call | None, folder: Path, *, repeats_given: bo
             )
     if given.ablate and not before.ablate:
         raise InputError(f"{folder} holds a training, not an ablation: expected another --out")
-    return Call(
-        before.task,
-        before.data,
-        given.ablate or before.ablate,
-        given.repeats if repeats_given else before.repeats,
-    )
+    repeats = given.repeats if repeats_given else before.repeats
+    return Call(before.task, before.data, given.ablate or before.ablate, repeats)
 
 
 def recipe_of(
@@ -282,9 +270,8 @@ class _Training:
         stopped = fitted if ablation.finished < ablation.runs else None
         if self._first:
             self._write(ablation, plotly)
-            for_file = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
             click.echo(f"\n{ablation_heading(ablation)}")
-            for_file.print(ablation_table(ablation))
+            Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(ablation_table(ablation))
             click.echo(f"\n{', '.join(str(path) for path in sorted(self.folder.glob('ablation.*')))}")
             if stopped is not None:
                 click.echo(f"{stopped.reason}; {resumed_by(self.call.task, self.folder)} continues", err=True)
@@ -372,7 +359,7 @@ def _warn(line: str) -> None:
 
 def told_at_the_end(fitted: Fitted, task: str, folder: Path, metadata: Mapping[str, Any]) -> list[str]:
     """Return lines that name the result files and the next commands."""
-    lines = [f"{what}: {path}" for what, path in (("page", folder / PAGE),) if path.is_file()]
+    lines = [f"page: {folder / PAGE}"] if (folder / PAGE).is_file() else []
     if (folder / "tensorboard").is_dir():
         lines.append(f"curves: tensorboard --logdir {folder.parent}")
     if fitted.reason.startswith("stopped"):
@@ -380,7 +367,8 @@ def told_at_the_end(fitted: Fitted, task: str, folder: Path, metadata: Mapping[s
     found = [path for path in (folder / "best.safetensors", folder / "last.safetensors") if path.is_file()]
     if found:
         lines.append(f"weights: {found[0]}")
-        lines += [f"next: {command}" for command in [next_command(found[0], metadata)] if command]
+        if command := next_command(found[0], metadata):
+            lines.append(f"next: {command}")
     return lines
 
 
