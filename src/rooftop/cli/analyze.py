@@ -27,7 +27,8 @@ from rooftop.analysis.counters_table import counters_table
 from rooftop.analysis.program import Program
 from rooftop.analysis.ranks.lockstep import distributed, first_rank, on_all_ranks, process_group, several_ranks
 from rooftop.analysis.scripts import ScriptRun, run_script
-from rooftop.analysis.text import WIDTH, renderable
+from rooftop.analysis.text import renderable
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
 from rooftop.cli.progress import progress_bar
@@ -138,7 +139,7 @@ def _show(
         return
     if json_path is not None:
         report.to_json(json_path)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = output_console()
     console.print(renderable(report, rows))
     if counted is not None:
         console.print(counters_table(counted, report, rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import check_json, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import engine_of, seeded, skipped_ones_named
@@ -170,7 +168,7 @@ class _ByEngine(nn.Module):
 
 
 def _show(photographs: Sequence[Classified], clips: Sequence[_Clip]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = output_console()
     if photographs:
         of_photographs = (([click.format_filename(photo.path)], photo.guesses) for photo in photographs)
         console.print(_table(["photograph"], of_photographs))

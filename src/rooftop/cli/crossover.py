@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from rooftop.analysis.page import ms
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import check_outputs, write_json
 from rooftop.cli.progress import progress_bar
@@ -42,7 +40,7 @@ def run(operation: str, dtype: str, device: str, json_path: Path | None, output:
         write_whole(output, _page(crossover))
     if write_json(json_path, crossover.to_dict()):
         return
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = output_console(highlight=False)
     console.print(f"[bold]{operation}[/bold] {crossover.dtype}: {escape(_machine(crossover))}")
     console.print(_table(crossover))
     console.print()

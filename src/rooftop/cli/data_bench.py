@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import write_json
 from rooftop.cli.progress import progress_bar
@@ -62,7 +60,7 @@ def run_bench(
     told = {**asdict(found), "data": data, "samples": len(samples), "batch": batch, "size": size, "device": str(target)}
     if write_json(json_path, told):
         return
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = output_console(highlight=False)
     workers = counted(found.workers, "worker")
     console.print(f"{len(samples):,} samples of {data}, batches of {batch}, {workers}, {target}", markup=False)
     console.print(_table(found))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import check_json, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import engine_of, seeded, skipped_ones_named
@@ -98,7 +96,7 @@ def run(
     plain = [_plain(photo, picture) for photo, picture in zip(photographs, pictures, strict=True)]
     if write_json(json_path, {"model": model, "weights": weights, "seed": seed, "photographs": plain}):
         return
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(_table(photographs))
+    output_console().print(_table(photographs))
     if weights is None:
         click.echo("random weights: the results mean nothing")
     click.echo(f"pictures: {folder}")

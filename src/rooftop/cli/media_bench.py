@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import RooftopError
@@ -57,7 +55,7 @@ def run_bench(
             rates.append(measure(file, device, count, resize, seconds))
     if write_json(json_path, _told(file, size, rates, chosen, why)):
         return
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = output_console(highlight=False)
     console.print(_table(rates))
     console.print(f'device="auto" chooses {chosen}: {_why_auto(chosen, why)}', soft_wrap=True, markup=False)
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 import traceback
 from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from rooftop.analysis.formats import time_text
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import check_outputs, write_json
 from rooftop.cli.progress import progress_bar
@@ -117,7 +115,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _show(found: Optimized, target: str) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = output_console()
     ratio = found.before_ms / found.after_ms
     gain = f"{ratio:.2f} times as fast" if found.kept else _why_nothing(found)
     before, after = time_text(found.before_ms), time_text(found.after_ms)

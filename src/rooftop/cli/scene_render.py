@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,11 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-from rich.console import Console
 from rich.table import Table
 
 from rooftop import scene
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import check_json, check_writable, write_json
 from rooftop.cli.progress import progress_bar
@@ -117,7 +115,7 @@ def run_render(
 
     if json_path is not None and write_json(json_path, _plain(files, world, where, cameras, names, found)):
         return
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = output_console()
     console.print(_table(found))
     for line in _lines(found, world):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from rooftop.analysis.page import require_plotly
-from rooftop.analysis.text import WIDTH
 from rooftop.cli.commands import names
 from rooftop.cli.commands.train_task import usual_data
+from rooftop.cli.consoles import output_console
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import seeded
 from rooftop.data.device_images import DecodingChoice
@@ -226,7 +224,7 @@ class _Training:
 
     def trained(self, recipe: Recipe) -> int:
         """Train once, and print the result and the next commands."""
-        with progress_bar() if self._first else nullcontext(_silent) as progress:
+        with progress_bar(self._first) as progress:
             recipe, task = self._decided(recipe)
             observers = self._observers(recipe, progress) if self._first else []
             fitted = self._fit(task, recipe, self.folder, observers)
@@ -250,7 +248,7 @@ class _Training:
                 click.echo(f"{run.name}: {task.best} {value_text(value)} ({seconds_text(seconds)})")
                 self._write(ablation, plotly)
 
-        with progress_bar() if self._first else nullcontext(_silent) as progress:
+        with progress_bar(self._first) as progress:
 
             def train(run: Run) -> Fitted:
                 nonlocal fitted
@@ -271,7 +269,7 @@ class _Training:
         if self._first:
             self._write(ablation, plotly)
             click.echo(f"\n{ablation_heading(ablation)}")
-            Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(ablation_table(ablation))
+            output_console(highlight=False).print(ablation_table(ablation))
             click.echo(f"\n{', '.join(str(path) for path in sorted(self.folder.glob('ablation.*')))}")
             if stopped is not None:
                 click.echo(f"{stopped.reason}; {resumed_by(self.call.task, self.folder)} continues", err=True)
@@ -345,9 +343,6 @@ class _RunProgress:
         _warn(f"note: {self._name}: {note}")
 
     def ended(self, fitted: Fitted, model: Any) -> None: ...
-
-
-def _silent(what: str, fraction: float) -> None: ...
 
 
 def _warn(line: str) -> None:
