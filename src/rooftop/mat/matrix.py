@@ -161,7 +161,7 @@ class Mat(Block, Arithmetic):
             sizes, steps = (1,) * self.dims, self._steps
             self._header(sizes, steps, place, True).setTo(value)
             return
-        region = self._cut("[]", place)
+        region = self._cut(place)
         if isinstance(value, MatExpr):
             region._store(value)
             return

@@ -166,19 +166,19 @@ class Header(Shaped):
 
     def row(self, y: int) -> Self:
         """Row y, as a Mat of one row."""
-        return self._cut("row", {self._axis("rows"): _index(y, self._whole("rows"), "row")})
+        return self._cut({self._axis("rows"): _index(y, self._whole("rows"), "row")})
 
     def col(self, x: int) -> Self:
         """Column x, as a Mat of one column."""
-        return self._cut("col", {self._axis("cols"): _index(x, self._whole("cols"), "column")})
+        return self._cut({self._axis("cols"): _index(x, self._whole("cols"), "column")})
 
     def rowRange(self, start: int, end: int) -> Self:
         """Rows from `start` up to, but not including, `end`."""
-        return self._cut("rowRange", {self._axis("rows"): _range(slice(start, end), self._whole("rows"), "rows")})
+        return self._cut({self._axis("rows"): _range(slice(start, end), self._whole("rows"), "rows")})
 
     def colRange(self, start: int, end: int) -> Self:
         """Columns from `start` up to, but not including, `end`."""
-        return self._cut("colRange", {self._axis("cols"): _range(slice(start, end), self._whole("cols"), "columns")})
+        return self._cut({self._axis("cols"): _range(slice(start, end), self._whole("cols"), "columns")})
 
     def roi(self, x: int, y: int, width: int, height: int) -> Self:
         """The rectangle with its upper left corner at column x, row y, as cv::Rect: `m.roi(*cv2.boundingRect(p))`."""
@@ -186,7 +186,7 @@ class Header(Shaped):
         if width < 0 or height < 0:
             raise ValueError(f"a rectangle needs a width and a height of at least 0, got {width} x {height}")
         columns = _range(slice(x, x + width), self.cols, "columns")
-        return self._cut("roi", {0: _range(slice(y, y + height), self.rows, "rows"), 1: columns})
+        return self._cut({0: _range(slice(y, y + height), self.rows, "rows"), 1: columns})
 
     def diag(self, d: int = 0) -> Self:
         """The diagonal that begins at column d, or at row -d, as a Mat of one column."""
@@ -295,7 +295,7 @@ class Header(Shaped):
         place = self._indices(index)
         if isinstance(place, int):
             return self._element_at(place)
-        return self._cut("[]", place)
+        return self._cut(place)
 
     def at(self, *index: int) -> Any:
         """The element at the given indices, one for each dimension. In a Mat of one row or one column, a single index
@@ -321,7 +321,7 @@ class Header(Shaped):
     def _header_of_itself(self) -> Self:
         return self._header(self._sizes, self._steps, self._offset, self._submatrix)
 
-    def _cut(self, of: str, ranges: dict[int, tuple[int, int]]) -> Self:
+    def _cut(self, ranges: dict[int, tuple[int, int]]) -> Self:
         """A view with some dimensions cut to ranges: {dimension: (start, end)}."""
         sizes, offset, submatrix = list(self._sizes), self._offset, self._submatrix
         for axis, (start, end) in ranges.items():
