@@ -15,7 +15,7 @@ from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import check_outputs, write_json
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.targets import DTYPES as NAMES
+from rooftop.cli.targets import DTYPES
 from rooftop.errors import MeasurementError
 from rooftop.hardware.crossovers import NEEDS_GPU, BreakEven, Crossover, measure_crossover
 from rooftop.ladder.chart import framed, require_plotly
@@ -35,7 +35,7 @@ def run(operation: str, dtype: str, device: str, json_path: Path | None, output:
         require_plotly("-o")
     where = _pick_gpu(device)
     with progress_bar() as progress:
-        crossover = measure_crossover(operation, dtype=NAMES[dtype], device=where, progress=progress)
+        crossover = measure_crossover(operation, dtype=DTYPES[dtype], device=where, progress=progress)
     if output is not None:
         write_whole(output, _page(crossover))
     if write_json(json_path, crossover.to_dict()):
