@@ -11,7 +11,8 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class FrameIndex:
-    """The times of all frames in display order, and the key frames. The index takes 16 bytes of memory per frame.
+    """The times of all frames in display order, and the key frames. The index takes 8 bytes of memory per frame, and 16
+    more per key frame.
 
     Attributes:
         pts: (N,), increasing: the time at which each frame is shown, in ticks of the stream's clock.
