@@ -57,8 +57,8 @@ def run(
     if not skip_unreadable:
         check_images(found)
     pictures = _pictures(found, folder)
-    photographs_there = {path.resolve() for path in found}
-    over = next((picture for picture in pictures if picture.resolve() in photographs_there), None)
+    inputs = {path.resolve() for path in found}
+    over = next((picture for picture in pictures if picture.resolve() in inputs), None)
     if over is not None:
         raise InputError(f"{over} is a photograph to read, and is not overwritten: name another folder with --output")
     trained = None if weights is None else trained_file(weights)
@@ -91,8 +91,9 @@ def run(
     places = iter(zip(found, pictures, strict=True))
     pictures = [next(picture for path, picture in places if path == photo.path) for photo in photographs]
     for photo, picture in zip(photographs, pictures, strict=True):
+        drawn = draw_objects(read_image(photo.path), photo.objects)
         with whole_file(picture) as partial:
-            draw_objects(read_image(photo.path), photo.objects).save(partial, format="PNG")
+            drawn.save(partial, format="PNG")
     plain = [_plain(photo, picture) for photo, picture in zip(photographs, pictures, strict=True)]
     if write_json(json_path, {"model": model, "weights": weights, "seed": seed, "photographs": plain}):
         return
