@@ -94,8 +94,8 @@ def mixChannels(
         src, dst: Mats whose channels are numbered consecutively: first the channels of the first Mat, then the
             second's, and so on. All Mats have the same size, depth and device. The given
             channels of dst are overwritten.
-        fromTo: pairs (channel of src, channel of dst), or the same numbers as one flat sequence. A negative channel of
-            src sets the channel of dst to 0.
+        fromTo: pairs (channel of src, channel of dst), or the same numbers as one flat sequence; lists, tuples or a
+            NumPy array. A negative channel of src sets the channel of dst to 0.
 
     Returns:
         dst.
