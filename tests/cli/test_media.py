@@ -282,7 +282,7 @@ def test_bench_counts_frames_by_device_and_streams(video: Path, capsys: pytest.C
     assert printed.splitlines()[0].split()[2:] == [
         "frames/s",
         *["frames/s", "a", "stream"],
-        *["ms", "a", "frame", "of", "all"],
+        *["ms", "a", "frame,", "all", "streams"],
     ]
     assert 'device="auto" chooses cpu: ' in printed
 

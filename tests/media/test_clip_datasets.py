@@ -171,6 +171,8 @@ def test_other_mistakes(paths: list[Path], make_video: MakeVideo) -> None:
         ClipDataset([], frames=2)
     with pytest.raises(InputError, match="expected a list of video files"):
         ClipDataset(str(paths[0]), frames=2)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="to='tpu' is not a device"):
+        ClipLoader(ClipDataset((path for path in paths), frames=2), batch=1, to="tpu")
     larger = make_video("larger.mp4", "libx264", height=64, width=80)
     with pytest.raises(InputError, match=r"48 x 32, 80 x 64\): pass resize="):
         ClipDataset([*paths, larger], frames=2)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import write_json
 from rooftop.media import VideoInfo, probe
 
@@ -26,7 +24,7 @@ def run_probe(file: Path, json_path: Path | None) -> None:
     table.add_column(overflow="fold")
     for name, value in _lines(info):
         table.add_row(name, Text(value))
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+    output_console().print(table)
 
 
 def _lines(info: VideoInfo) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from rooftop.cli.commands.predict_video import USUAL_CONTEXT, USUAL_SIDE, VIDEOS
+from rooftop.cli.media_options import CLOCK_SLACK_S, end_of, first_position
 from rooftop.cli.outputs import check_writable, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import engine_of, seeded
@@ -23,7 +24,6 @@ from rooftop.models.conv_lstm.video import Continuation, continue_clip, load_nex
 from rooftop.whole_files import whole_file
 
 MAX_SIDE = 16384  # libx264's limit in pixels
-SLACK_S = 0.0005  # tolerance, as in VideoReader.frames_at: 2 / 30 s selects frame 2, even if the file says 0.067 s
 
 Size = tuple[int, int]
 Progress = Callable[[str, float], None]
@@ -113,7 +113,7 @@ def _read(
     with VideoReader(path, dtype=torch.float32, resize=size) as reader:
         times = reader.times
         count = len(times)
-        end = float(times[0]) + reader.duration
+        end = end_of(reader)
         if after is None:
             cut = count - frames
             if cut < 1:
@@ -122,9 +122,9 @@ def _read(
                     f"last {frames}. Give fewer --frames, or --after {end:.3f} to predict beyond its end"
                 )
         else:
-            if not 0 <= after <= end + SLACK_S:
+            if not 0 <= after <= end + CLOCK_SLACK_S:
                 raise InputError(f"--after {after:g}: expected seconds from 0 to {end:.3f}, where {path} ends")
-            cut = int((times < after - SLACK_S).sum())
+            cut = first_position(reader, after)
         wanted = context or max(1, min(USUAL_CONTEXT, cut))
         if cut < wanted:
             raise InputError(

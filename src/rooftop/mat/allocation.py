@@ -155,7 +155,7 @@ class MatAllocator:
             and given.dim() == 1
             and given.is_contiguous()
             and given.numel() >= size_bytes
-            and given.device.type == self.device.type
+            and same_device(given.device, self.device)
         )
         if not fits:
             raise ValueError(

@@ -50,7 +50,7 @@ def gpu_of(device: str | torch.device) -> tuple[torch.device | None, bool]:
         return _numbered(torch.device("cuda")), True
     try:
         asked = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         asked = torch.device("meta")
     if asked.type != "cuda":
         raise InputError(f'device {name!r} is not known: expected "cpu", "auto", "cuda" or "cuda:1"')
