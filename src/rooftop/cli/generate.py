@@ -25,6 +25,7 @@ from rooftop.models.gpt.weights import CONFIG, config_of_files, empty_gpt, load_
 from rooftop.parallel import Layout, join, launched
 from rooftop.parallel.exchanges import Group
 from rooftop.train.checkpoints.trained_models import holds_training, load_trained_gpt, saved_training
+from rooftop.words import counted
 
 
 def run(
@@ -146,8 +147,8 @@ def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> N
             raise InputError(f"prompt {number} has no tokens: give at least one character")
         if len(tokens) >= config.positions:
             raise InputError(
-                f"prompt {number} has {len(tokens):,} tokens, but the model has {config.positions:,} positions: "
-                f"shorten it to at most {config.positions - 1:,} tokens"
+                f"prompt {number} has {counted(len(tokens), 'token')}, but the model has {config.positions:,} "
+                f"positions: shorten it to at most {config.positions - 1:,} tokens"
             )
         if max(tokens) >= config.vocabulary:
             raise InputError(
@@ -157,9 +158,9 @@ def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> N
     for number, tokens in enumerate(prompts, 1):
         if len(tokens) + count > config.positions:
             raise InputError(
-                f"--max-new-tokens {count:,} and the {len(tokens):,} tokens of prompt {number} exceed the model's "
-                f"{config.positions:,} positions: give at most {config.positions - len(tokens):,}, or shorten the "
-                "prompt"
+                f"--max-new-tokens {count:,} and the {counted(len(tokens), 'token')} of prompt {number} exceed the "
+                f"model's {config.positions:,} positions: give at most {config.positions - len(tokens):,}, or shorten "
+                "the prompt"
             )
 
 

@@ -19,6 +19,7 @@ from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
 from rooftop.media import VideoReader
 from rooftop.whole_files import whole_file
+from rooftop.words import counted
 
 JPEG_QUALITY = 95
 PICTURES = {".png": "png", ".jpg": "jpg", ".jpeg": "jpg", ".bmp": "png", ".webp": "png", ".tif": "png", ".tiff": "png"}
@@ -60,7 +61,7 @@ def run_decode(
         )
     size = f"{reader.width} x {reader.height}"
     why = f" ({reader.fallback_reason})" if reader.fallback_reason else ""
-    click.echo(f"{count} frames of {size} in {click.format_filename(out)}, decoded on {reader.device}{why}")
+    click.echo(f"{counted(count, 'frame')} of {size} in {click.format_filename(out)}, decoded on {reader.device}{why}")
 
 
 def _decode(
@@ -116,7 +117,7 @@ class _Folder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self.count:
-            click.echo(f"{self.count} frames written to {click.format_filename(self.path)} are kept", err=True)
+            click.echo(f"kept: {counted(self.count, 'frame')} in {click.format_filename(self.path)}", err=True)
 
 
 class _Array:

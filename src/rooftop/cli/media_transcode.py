@@ -15,6 +15,7 @@ from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
 from rooftop.media import VideoInfo, VideoReader, VideoWriter, probe
 from rooftop.media.pyav import load_av
+from rooftop.words import counted
 
 USUAL = {".webm": "libvpx-vp9", ".avi": "mpeg4"}  # encoders by suffix; other suffixes use libx264
 WITH_CRF = ("libx264", "libx265", "libvpx-vp9", "libsvtav1", "libaom-av1", "libvpx")
@@ -126,7 +127,7 @@ def _tell(info: VideoInfo, reader: VideoReader, writer: VideoWriter, no_sound: b
     padded = (height, width) != (reader.height, reader.width)
     filled = f" (padded from {reader.width} x {reader.height})" if padded else ""
     click.echo(
-        f"{name}: {writer.frames} frames of {width} x {height}{filled}, {writer.encoder} "
+        f"{name}: {counted(writer.frames, 'frame')} of {width} x {height}{filled}, {writer.encoder} "
         f"{writer.pixel_format}, {sound}; decoded on {reader.device}"
     )
     for reason in (reader.fallback_reason, writer.fallback_reason):

@@ -22,6 +22,7 @@ from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_fra
 from rooftop.models.conv_lstm.layer import States
 from rooftop.models.conv_lstm.video import Continuation, continue_clip, load_next_frame_network
 from rooftop.whole_files import whole_file
+from rooftop.words import counted
 
 MAX_SIDE = 16384  # libx264's limit in pixels
 
@@ -118,8 +119,8 @@ def _read(
             cut = count - frames
             if cut < 1:
                 raise InputError(
-                    f"{path} is too short: it has {count} frames, and the network needs at least one frame before the "
-                    f"last {frames}. Give fewer --frames, or --after {end:.3f} to predict beyond its end"
+                    f"{path} is too short: it has {counted(count, 'frame')}, and the network needs at least one frame "
+                    f"before the last {frames}. Give fewer --frames, or --after {end:.3f} to predict beyond its end"
                 )
         else:
             if not 0 <= after <= end + CLOCK_SLACK_S:
@@ -245,15 +246,17 @@ def _lines(told: dict[str, Any]) -> list[str]:
         else click.format_filename(told["weights"])
     )
     lines = [
-        f"{clip}: {count} frames predicted after {told['after_s']:.3f} s, from the {told['context']} before; "
-        f"{told['size'][1]} x {told['size'][0]}, {told['colours']}",
+        f"{clip}: {counted(count, 'frame')} predicted after {told['after_s']:.3f} s, from the {told['context']} "
+        f"before; {told['size'][1]} x {told['size'][0]}, {told['colours']}",
         f"weights: {weights}",
     ]
     if real:
         lines.append(
-            f"mean absolute error, 0 to 1, of {real} frames: predicted {told['error']:.4f}, "
+            f"mean absolute error, 0 to 1, of {counted(real, 'frame')}: predicted {told['error']:.4f}, "
             f"last frame repeated {told['error_of_repeating']:.4f}"
         )
     if real < count:
-        lines.append(f"the clip ends after {real} of these {count} frames: the real frames after that are black")
+        lines.append(
+            f"the clip ends after {real} of these {counted(count, 'frame')}: the real frames after that are black"
+        )
     return [*lines, f"video: {video}", f"picture: {picture}"]
