@@ -109,7 +109,7 @@ def wide_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 
 def variants(shapes: list[tuple[int, ...]], device: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Time the variants one after another, so that each has the GPU's memory to itself."""
+    """Make the variants one after another, so that each has the GPU's memory to itself while it is timed."""
     for name, make in {"rooftop": rooftop_step, "PyTorch": pytorch_step}.items():
         yield name, make(shapes, device, False)
         yield f"{name}, clipped", make(shapes, device, True)

@@ -11,7 +11,6 @@ affects both times alike. `fresh_us` is measured before the process's first prof
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ from torch.profiler import profile
 
 from rooftop.hardware import cupti, devices
 from rooftop.hardware.sequences import synchronize
+from rooftop.whole_files import write_json
 
 WINDOW_S, IN_A_ROW = 0.15, 5
 
@@ -61,8 +61,7 @@ def main() -> int:
         )
     here = next(each for each in devices() if each.kind == device.type)
     result = {"device": here.to_dict(), "torch": torch.__version__, "results": [asdict(row) for row in rows]}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.out, result)
     return 0
 
 

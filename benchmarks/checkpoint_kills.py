@@ -32,6 +32,7 @@ from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_t
 from rooftop.train.checkpoints.saved_tensors import SavedTensors, whole_tensor
 from rooftop.train.checkpoints.training_records import read_record
 from rooftop.train.checkpoints.trainings import open_tensors
+from rooftop.whole_files import write_json
 
 CONFIG = GptConfig(vocabulary=31, layers=2, width=256, heads=4, kv_heads=4, hidden=1024, positions=8)
 TRAINING = GptTraining(config=CONFIG, length=8, global_batch=2, micro_batch=1, learning_rate=0.01)
@@ -130,7 +131,7 @@ def main() -> int:
     }
     print(json.dumps(summary))
     if options.out is not None:
-        options.out.write_text(json.dumps({**summary, "seed": options.seed, "rounds": rounds}, indent=1) + "\n")
+        write_json(options.out, {**summary, "seed": options.seed, "rounds": rounds})
     return 1 if wrong or not summary["while_saving"] else 0
 
 

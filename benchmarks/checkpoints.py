@@ -42,6 +42,7 @@ from rooftop.models import GptConfig
 from rooftop.models.gpt.configs import gpt_config
 from rooftop.parallel import Layout, join, launched
 from rooftop.train import GptTrainer, GptTraining, Saver, Tokens
+from rooftop.whole_files import write_json
 
 CHUNK_BYTES = 16 << 20
 SMALL = GptConfig(vocabulary=256, layers=4, width=512, heads=8, kv_heads=8, hidden=2048, positions=64)
@@ -160,7 +161,7 @@ def main() -> int:
         if world.rank == 0:
             print(json.dumps(found, indent=1))
             if options.out is not None:
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                write_json(options.out, found)
     return 0
 
 

@@ -34,6 +34,7 @@ from programs import Results
 from torch import Tensor, nn
 
 from rooftop.hardware import ceilings_of, measure_ceilings
+from rooftop.hardware.sequences import synchronize
 from rooftop.inference import Engine
 from rooftop.launch import repeated_calls
 from rooftop.models import resnet50
@@ -126,17 +127,12 @@ def in_turn(runs: dict[str, Run], device: torch.device, rounds: int) -> dict[str
 
 
 def timed(run: Run, device: torch.device) -> dict[str, float]:
-    wait(device)
+    synchronize(device)
     began = time.perf_counter()
     run()
     returned = time.perf_counter()
-    wait(device)
+    synchronize(device)
     return {"host_ms": 1e3 * (returned - began), "ms": 1e3 * (time.perf_counter() - began)}
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def operators_of(run: Run) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,7 @@ def beside(batch: int, devices: list[str]) -> dict[str, Any]:
     ensemble = Ensemble([step.model for step in steps], devices)
     (x,) = steps[0].args
     with torch.inference_mode():
-        alone_ms = []
-        for step, device in zip(steps, devices, strict=True):
-            with torch.cuda.device(device) if device != "cpu" else nullcontext():
-                alone_ms.append(measure(step.run, device=device).median_ms)
+        alone_ms = [measure(step.run, device=device).median_ms for step, device in zip(steps, devices, strict=True)]
         together_ms = measure(lambda: ensemble(x), device=devices[0]).median_ms
     return {
         "batch": batch,

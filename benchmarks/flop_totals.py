@@ -17,7 +17,6 @@ published sizes of a network's layers and the products that each gradient needs,
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from rooftop.analysis.as_on_gpu import as_on_gpu
 from rooftop.analysis.without_values import answered_without_values
 from rooftop.cost.accounting import tensors_in
 from rooftop.hardware import ceilings_of
+from rooftop.whole_files import write_json
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Build = Callable[[], tuple[nn.Module, Inputs]]
@@ -422,10 +422,9 @@ def main() -> int:
                 flush=True,
             )
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         versions = {name: sys.modules[name].__version__ for name in ("torch", "torchvision", "timm", "transformers")}
         result = {"versions": versions, "rows": [asdict(row) for row in results]}
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, result)
     wrong = [f"{row.network} {row.mode}" for row in results if not row.is_right]
     if wrong:
         print(f"wrong: {', '.join(wrong)}")

@@ -12,7 +12,6 @@ TRITON_INTERPRET=1. The exit status is 1 if a rung is wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -29,6 +28,7 @@ from rooftop.ladder.chart import page
 from rooftop.ladder.rungs import kernel, source
 from rooftop.ladder.table import heading, table
 from rooftop.launch import cuda
+from rooftop.whole_files import write_json
 
 
 def main() -> None:
@@ -93,9 +93,8 @@ def compile_all(ladder: Ladder, device: torch.device) -> None:
 def save(path: Path, climbs: list[Climb], ceilings: Ceilings | None) -> None:
     """Save all measurements so far."""
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)} if ceilings is not None else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
     found = {"environment": environment, "ladders": [each.to_dict() for each in climbs]}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(path, found)
 
 
 if __name__ == "__main__":

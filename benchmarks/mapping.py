@@ -68,6 +68,7 @@ from rooftop.hardware.page_faults import keep_memory
 from rooftop.inference import Engine
 from rooftop.models import model_entry
 from rooftop.models.images import MEAN, STD
+from rooftop.whole_files import write_json
 
 WIDTH, HEIGHT, FRAMES, FRAMES_OF_A_CLIP = 500, 375, 240, 8
 CORES = len(os.sched_getaffinity(0))
@@ -147,8 +148,7 @@ def main() -> int:
                 failed |= "failed" in row
                 found["rows"].append(row)
                 print(json.dumps(row), flush=True)
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                write_json(options.out, found)
     return int(failed)
 
 

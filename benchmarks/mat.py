@@ -13,7 +13,6 @@ result is compared with ours first. `--quick` takes small images, for tests.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -27,6 +26,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.hardware.timing import rotated
 from rooftop.mat import CV_8U, Mat, MatExpr, Scalar, maximum
+from rooftop.whole_files import write_json
 
 ROWS, COLUMNS, CHANNELS = 2160, 3840, 3
 QUICK = (36, 64)
@@ -122,8 +122,7 @@ def main() -> None:
                 print(f"{name:12} {dtype:8} {'region' if region else 'whole':6} ms: {figures}", flush=True)
                 found["rows"].append(row)
                 if options.out:
-                    options.out.parent.mkdir(parents=True, exist_ok=True)
-                    options.out.write_text(json.dumps(found, indent=1) + "\n")
+                    write_json(options.out, found)
 
 
 def images(count: int, dtype: str, region: bool, size: tuple[int, int], device: str) -> list[Tensor]:

@@ -42,6 +42,7 @@ from torch import Tensor
 
 from rooftop.hardware import measure_ceilings
 from rooftop.media import ClipDataset, ClipLoader, VideoReader
+from rooftop.whole_files import write_json
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 INPUT: dict[str, Any] = {"resize": (224, 224), "dtype": torch.float16, "normalize": (MEAN, STD)}
@@ -418,8 +419,7 @@ def main() -> None:
             for row in globals()[name](paths) if options.quick else apart(name, paths):
                 print(json.dumps(row), flush=True)
                 found["results"].append(row)
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                write_json(options.out, found)
 
 
 GPU = torch.cuda.is_available()

@@ -22,7 +22,6 @@ import argparse
 import copy
 import gc
 import importlib
-import json
 import os
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from rooftop.hardware.graphs import captured, waits_for_gpu
 from rooftop.inference import Engine
 from rooftop.models.detr.weights import detr_state_dict
 from rooftop.models.vision.resnet import Bottleneck
+from rooftop.whole_files import write_json
 
 Call = Callable[[], Any]
 BF16 = torch.bfloat16
@@ -150,20 +150,16 @@ def main() -> int:
         try:
             for row in measure_case(case, scale, ceilings, options):
                 found["rows"].append(row)
-                write(found, options.out)
+                if options.out:
+                    write_json(options.out, found)
         except Exception as error:  # continue, because the other cases are still useful
             traceback.print_exc()
             found["failed"][case.name] = f"{type(error).__name__}: {error}"
-            write(found, options.out)
+            if options.out:
+                write_json(options.out, found)
     if found["failed"]:
         print("failed:", *found["failed"])
     return 1 if found["failed"] else 0
-
-
-def write(found: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 # ---- one case ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ that need cuDNN or choose a kernel at run time differ, and are listed. The scrip
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from rooftop.analysis.as_on_gpu import as_on_gpu
 from rooftop.cost import CountingMode, counted_for
 from rooftop.cost.accounting import tensors_in
+from rooftop.whole_files import write_json
 
 ON_GPU = torch.cuda.is_available()
 SAMPLES = 30  # maximum number of samples for each function and dtype
@@ -167,7 +167,7 @@ def main() -> int:
     if options.out is not None:
         where = torch.cuda.get_device_name() if ON_GPU else "fake tensors of a GPU, forward only"
         result = {"torch": torch.__version__, "device": where, "calls": calls, "differ": found}
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, result)
     return 0
 
 

@@ -59,6 +59,7 @@ from torch import Tensor
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Ceilings, ceilings_of, measure_ceilings
+from rooftop.hardware.sequences import synchronize
 from rooftop.models import Gpt, gpt_config, parallel_gpt
 from rooftop.models.gpt.configs import GptConfig
 from rooftop.models.gpt.layouts import fully_sharded_gpt
@@ -76,11 +77,8 @@ OF_TENSOR_RANKS = (OURS, HALVES, HALVES_REPLAYED, TRAINED_HALVES, REPLAYED, NATI
 PEERS = (NATIVE, ASYNC, WHOLE)
 SEED, LEARNING_RATE = 1, 1e-4
 FIRST = 3  # number of first steps, which compile and whose losses are compared
-LOSS_NOISE = (
-    0.02,
-    0.05,
-    0.1,
-)  # tolerance of the first losses: bfloat16 rounds gradients differently, and Adam's steps follow their signs
+LOSS_NOISE = 0.02, 0.05, 0.1
+"""Tolerances of the first losses: bfloat16 rounds gradients differently, and Adam's steps follow their signs."""
 FEWEST, MOST = 5, 20  # measured steps
 SMALL_STEPS = 1  # measured steps of a quick run
 JOB_S = 180.0  # seconds after which a variant counts as hanging
@@ -597,11 +595,6 @@ def on_timeline(run: Callable[[], object], job: Job, device: torch.device) -> di
         "busy_ms": found.busy_ms,
         "by_kind_ms": kinds,
     }
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def meet(device: torch.device) -> None:

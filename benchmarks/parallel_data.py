@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from rooftop.hardware import Timing, ceilings_of, collectives, compare, measure_ceilings
+from rooftop.hardware.sequences import synchronize
 from rooftop.hardware.timing import timing_of
 from rooftop.models import resnet50
 from rooftop.models.vision.resnet import Bottleneck, ResNet
@@ -235,11 +236,6 @@ def several(run: Callable[[], None], device: torch.device, calls: int) -> float:
 
 def meet(device: torch.device) -> None:
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

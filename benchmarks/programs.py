@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from rooftop.hardware import Ceilings
 from rooftop.models import resnet50
+from rooftop.whole_files import write_json
 
 
 @dataclass
@@ -95,8 +95,7 @@ class Results:
     def add(self, row: dict[str, Any]) -> None:
         """Add a row, write the file, and print the row's short values."""
         self.rows.append(row)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         content = {"environment": self._environment, "results": self.rows}
-        self._path.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(self._path, content)
         short = {key: value for key, value in row.items() if isinstance(value, (str, int, float))}
         print(*(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in short.items()), sep="  ", flush=True)

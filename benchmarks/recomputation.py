@@ -26,6 +26,7 @@ from rooftop.hardware.timing import compare
 from rooftop.models import gpt_config, parallel_gpt
 from rooftop.models.gpt.network import Gpt
 from rooftop.parallel import recomputing
+from rooftop.whole_files import write_json
 
 KINDS: tuple[bool | str, ...] = (False, "selective", "full")
 MODELS = {"gpt2-xl": (8, 1024), "llama-7b": (2, 4096), "llama-70b": (1, 4096)}  # (sequences, tokens per sequence)
@@ -45,8 +46,7 @@ def main() -> int:
     if options.out is not None:
         found = next(d.to_dict() for d in devices() if d.kind == device)
         result = {"device": found, "torch": torch.__version__, "rows": rows}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(options.out, result)
     wrong = [row for row in rows if row["recompute"] == "selective" and row["other_tensors"] != 0]
     for row in wrong:
         print("WRONG", row)

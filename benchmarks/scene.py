@@ -54,6 +54,7 @@ from scene_trees import DISTANCES, NARROWEST, PIXELS_SEEN, WIDEST, covered, grov
 
 from rooftop import scene
 from rooftop.hardware import ceilings_of, measure_ceilings
+from rooftop.whole_files import write_json
 
 SPACING = 3.0
 G_BUFFER = ("depth", "normal", "instance", "material", "velocity", "color")
@@ -525,7 +526,8 @@ def main() -> int:
     def row(values: dict[str, Any]) -> None:
         found["rows"].append(values)
         print(json.dumps(values), flush=True)
-        write(found, options.out)
+        if options.out:
+            write_json(options.out, found)
 
     for name in options.only:
         try:
@@ -533,16 +535,11 @@ def main() -> int:
         except Exception as error:  # continue, because the other cases are still useful
             traceback.print_exc()
             found["failed"][name] = f"{type(error).__name__}: {error}"
-            write(found, options.out)
+            if options.out:
+                write_json(options.out, found)
     if found["failed"]:
         print("failed:", *found["failed"])
     return 1 if found["failed"] else 0
-
-
-def write(found: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ import numpy as np
 from rooftop import scene
 from rooftop.scene import layouts
 from rooftop.scene.building import workers as pool
+from rooftop.whole_files import write_json
 
 LOOK_S = 0.05
 KINDS = {"plain": (), "normals and uv": ("normals", "uv")}
@@ -277,8 +278,7 @@ def main() -> int:
                 if options.stages:
                     print_stages(stages)
             if options.out is not None:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                write_json(options.out, found)
     return 0 if all(row["same_file"] for row in found["rows"]) else 1
 
 

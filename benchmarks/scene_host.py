@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rooftop import scene
 from rooftop.launch.triton_launch import count_launches
 from rooftop.scene.rendering.stages import Stages
+from rooftop.whole_files import write_json
 
 OUTPUTS = {"depth": ("depth",), "g_buffer": ("depth", "normal", "instance", "material", "velocity", "color")}
 NO_LAUNCH = {"empty", "view", "as_strided", "slice", "select", "_unsafe_view", "split", "alias", "detach", "empty_like"}
@@ -132,8 +133,7 @@ def main() -> int:
                 rows.append(row | {"warp": dict(launches), "torch": dict(operators.counts)})
                 print(json.dumps(rows[-1]), flush=True)
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        write_json(options.out, {"rows": rows})
     return 0
 
 

@@ -38,6 +38,7 @@ from rooftop import scene
 from rooftop.hardware import ceilings_of, measure_ceilings
 from rooftop.scene import layouts
 from rooftop.scene.streaming.loading import THREADS
+from rooftop.whole_files import write_json
 
 SPACING = 2.6  # distance between rocks, whose radius is about 1
 AHEAD = 8  # number of frames to prefetch
@@ -278,7 +279,8 @@ def main() -> int:
     def row(values: dict[str, Any]) -> None:
         found["rows"].append(values)
         print(json.dumps(values), flush=True)
-        write(found, options.out)
+        if options.out:
+            write_json(options.out, found)
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
@@ -298,14 +300,9 @@ def main() -> int:
         row(first_picture(options, files, cameras[0]))
     found["judged"] = judged(found["rows"])
     print(json.dumps(found["judged"]))
-    write(found, options.out)
+    if options.out:
+        write_json(options.out, found)
     return 0
-
-
-def write(found: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from typing import Any
 from loops.loop_clock import MARK
 
 from rooftop.hardware import devices, measure_ceilings
+from rooftop.whole_files import write_json
 
 LOOPS = Path(__file__).with_name("loops")
 TOLERANCE = {"cpu": 0.20, "cuda": 0.10}
@@ -136,8 +137,7 @@ def main() -> int:
             "left_out": left_out,
             "results": [asdict(result) for result in results],
         }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(plain, indent=1) + "\n")
+        write_json(out, plain)
     return 1 if any(result.problems for result in results) else 0
 
 

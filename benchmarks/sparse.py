@@ -24,7 +24,6 @@ import argparse
 import copy
 import gc
 import importlib
-import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +46,7 @@ from rooftop.hardware.graphs import captured, waits_for_gpu
 from rooftop.hardware.timing import rotated, rotated_copies
 from rooftop.kernels import sparse_conv
 from rooftop.models.point_clouds import sparse_unet
+from rooftop.whole_files import write_json
 
 Call = Callable[[], Any]
 # tolerance of results: float16 changes them by less in about forty layers; different work changes them by about 1
@@ -88,7 +88,7 @@ class Work:
 
     Attributes:
         what: the row's name, such as "conv".
-        cost: the cost of the kernels that every variant has to run.
+        costs: the costs of the kernels that every variant has to run.
         goal_ms: the time that Rooftop should reach.
         calls: for each variant, one call per set of inputs.
         replayable: variants that are also replayed from a graph.
@@ -191,20 +191,16 @@ def main() -> int:
             with torch.cuda.stream(STREAM):
                 for row in measure_case(case, scale, ceilings, options.seconds, options.works):
                     found["rows"].append(row)
-                    write(found, options.out)
+                    if options.out:
+                        write_json(options.out, found)
         except Exception as error:  # continue, because the other cases are still useful
             traceback.print_exc()
             found["failed"][max(case.names, key=len)] = f"{type(error).__name__}: {error}"
-            write(found, options.out)
+            if options.out:
+                write_json(options.out, found)
     if found["failed"]:
         print("failed:", *found["failed"])
     return 1 if found["failed"] else 0
-
-
-def write(found: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def imported(name: str) -> Any:

@@ -25,6 +25,7 @@ from rooftop.ladder import memory_shown, python_shown
 from rooftop.ladder.memory_climbing import climb_memory
 from rooftop.ladder.python_climbing import climb_python
 from rooftop.ladder.python_ladder import python_ladder
+from rooftop.whole_files import write_json
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -58,13 +59,12 @@ def main() -> None:
         for remark in memory_shown.said(climb):
             console.print(remark, markup=False)
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         found = {
             "environment": {"devices": python.devices, "versions": versions()},
             "python": python.to_dict(),
             "memory": [climb.to_dict() for climb in climbs],
         }
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, found)
     if options.charts is not None:
         options.charts.mkdir(parents=True, exist_ok=True)
         (options.charts / "python.html").write_text(python_shown.page(python), encoding="utf-8")

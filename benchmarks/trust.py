@@ -40,6 +40,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from trust_models import CASES, Case, Workload
 
+from rooftop.whole_files import write_json
+
 TOLERANCES = {"wall": 0.03, "latency": 0.05, "gap": 0.03, "percent": 0.03}
 LEAST_GAP_MS = 0.3
 MOST_PERCENT = 102.0
@@ -82,7 +84,7 @@ def main() -> int:
         measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         result = {"environment": runs[0]["environment"], "measured_at": measured_at, "results": rows}
         # written after each process, so that a failing process loses no other results
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(options.out, result)
     print(advice_table(rows) if options.advice else table(rows))
     missed = [] if options.advice else [problem for row in rows for problem in problems(row)]
     for problem in missed:

@@ -38,6 +38,7 @@ import rooftop
 from rooftop.hardware import devices, measure_ceilings
 from rooftop.hardware.page_faults import KEEP_MEMORY
 from rooftop.models import resnet18, swin_t
+from rooftop.whole_files import write_json
 
 TOLERANCE = 0.05
 LEAST_PLAIN = 3
@@ -119,8 +120,7 @@ def main() -> int:
         refreshed["after"] = percent(name)
     machine = next(d for d in devices() if d.kind == "cpu").to_dict()
     result = {"machine": machine, "torch": torch.__version__, "repeats": rows, "refreshed_beside_loops": refreshed}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.out, result)
     missed = list(problems(rows, refreshed))
     for problem in missed:
         print("MISSED", problem)

@@ -11,7 +11,6 @@ over rounds. `--quick` tests the script on a CPU.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from rooftop.analysis.stages import Calls
 from rooftop.analysis.step_finding import StepFinder
 from rooftop.hardware import devices, measure_ceilings
 from rooftop.hardware.sequences import synchronize
+from rooftop.whole_files import write_json
 
 WATCHED, TIMED = 12, 60  # steps that a recording watches, and steps after them
 
@@ -73,8 +73,7 @@ def main() -> int:
         print(f"{name:12} median {row['median_us']:.0f} us, lower tenth {row['tenth_us']:.0f} us ({more:+.1%}): {tens}")
     here = next(each for each in devices() if each.kind == device.type)
     result = {"device": here.to_dict(), "torch": torch.__version__, "results": rows}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.out, result)
     return 0
 
 

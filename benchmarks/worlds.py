@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rooftop.hardware import devices
+from rooftop.whole_files import write_json
 
 Row = dict[str, Any]
 LOOK_S = 0.5  # seconds between two checks for new rows
@@ -71,9 +72,8 @@ def written(rows: Sequence[Row], out: Path | None, *, quick: bool, complete: boo
     """Write rows to a file, with the device's name, and whether the run is `complete`."""
     if out is not None:
         device = next(d.to_dict() for d in devices() if d.kind == ("cpu" if quick else "cuda"))
-        out.parent.mkdir(parents=True, exist_ok=True)
         found = {"device": device, "torch": torch.__version__, "rows": list(rows)} | ({} if complete else {"cut": True})
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(out, found)
 
 
 def ranks_here() -> tuple[int, int]:

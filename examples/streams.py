@@ -5,8 +5,8 @@
 Kernels that are launched on one stream run one after another. Kernels on two streams may run at the same time, in any
 order. Two things are easily forgotten:
 
-1. A stream must *wait* for the other one before it uses that stream's results; otherwise it reads data that are not yet
-written.
+1. A stream must *wait* for the other one before it uses that stream's results, otherwise it reads data that are not yet
+   written.
 2. The allocator must *know* that a second stream uses a tensor (`record_stream`), otherwise it reuses the memory as
    soon as the tensor is freed, while the other stream still reads it.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from torch import nn
 
-from rooftop.whole_files import whole_file, write_whole
+from rooftop.whole_files import whole_file, write_json, write_whole
 
 
 def write_half_and(place: Path, error: BaseException | None) -> None:
@@ -16,6 +19,15 @@ def write_half_and(place: Path, error: BaseException | None) -> None:
         path.write_text("half")
         if error is not None:
             raise error
+
+
+def test_json_gets_its_folders_and_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "h200" / "rows.json"
+    write_json(path, {"rows": [1.5, None]})
+    with pytest.raises(TypeError):
+        write_json(path, {"rows": [object()]})
+    assert json.loads(path.read_text()) == {"rows": [1.5, None]}
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("fails", ["in the block", "at the end"])
@@ -84,3 +96,17 @@ def test_weights_that_are_exported_keep_a_link(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "there.safetensors")
     export_weights(link, nn.Linear(2, 1), {})
     assert link.is_symlink()
+
+
+def test_threads_may_write_one_file_at_the_same_time(tmp_path: Path) -> None:
+    path, both_write = tmp_path / "report.html", Barrier(2)
+
+    def write(text: str) -> None:
+        with whole_file(path) as temporary:
+            temporary.write_text(text)
+            both_write.wait(10)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(write, ["one", "two"]))
+    assert path.read_text() in ("one", "two")
+    assert os.listdir(tmp_path) == ["report.html"]

@@ -4,16 +4,15 @@
 
 Tensors are bfloat16, with about 16384 positions in all and 2048 features over the heads. The script runs listed sizes
 and three random ones (`--seed` repeats them). "sdpa" is plain `torch.nn.functional.scaled_dot_product_attention`.
-Variants are interleaved, and figures are medians. Calls of up to 2048 positions are replayed from a CUDA graph. Flops
-count only the query-key pairs that the mask allows. The roof follows from the operator's own cost and the ceilings
-measured in the same run. `RULES` in `rooftop.kernels.attentions.attentions` follow from these rows. A back end that
-cannot run a size is left out. The file is written after each row; after `--seconds` no further size is started.
+Variants are interleaved and replayed from CUDA graphs, and figures are medians. Flops count only the query-key pairs
+that the mask allows. The roof follows from the operator's own cost and the ceilings measured in the same run. `RULES`
+in `rooftop.kernels.attentions.attentions` follow from these rows. A back end that cannot run a size is left out. The
+file is written after each row; after `--seconds` no further size is started.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from rooftop.cost import Cost, CountingMode, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.kernels import attention, attention_plan
+from rooftop.whole_files import write_json
 
 POSITIONS = (16384, 4096, 1024, 512, 256, 128)
 BACKENDS = {
@@ -64,8 +64,7 @@ def main() -> None:
             break
         found["rows"] += measure_size(positions, width, causal, ceilings)
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(options.out, found)
 
 
 def measure_size(positions: int, width: int, causal: bool, ceilings: Ceilings) -> list[dict[str, Any]]:

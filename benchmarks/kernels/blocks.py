@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import random
 import sys
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 import rooftop
 from rooftop.hardware import Ceilings, ceilings_of, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
+from rooftop.whole_files import write_json
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "transformer_blocks.py"
 Call = Callable[[], object]
@@ -54,8 +54,7 @@ def main() -> None:
             for row in measure_block(name, size, ceilings, "cpu" if options.quick else "cuda"):
                 found["rows"].append(row)
                 if options.out:
-                    options.out.parent.mkdir(parents=True, exist_ok=True)
-                    options.out.write_text(json.dumps(found, indent=1) + "\n")
+                    write_json(options.out, found)
 
 
 # ---- sizes -------------------------------------------------------------------------------------------------------

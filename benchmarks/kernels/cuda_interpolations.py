@@ -13,7 +13,6 @@ after `--seconds`; the file is written after each size.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.hardware.timing import rotated
 from rooftop.kernels import trilinear_interpolate, trilinear_interpolate_cuda
+from rooftop.whole_files import write_json
 
 DRAWN = tuple(random.randint(*span) for span in ((3, 16), (16, 64), (64, 512)))
 CHANNELS = tuple(dict.fromkeys((32, 128, *DRAWN, 8, 256, 2)))
@@ -54,9 +54,8 @@ def main() -> None:
             break
         rows += measure_size(channels, dtype, ceilings)
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             found = {"environment": environment, "elements": ELEMENTS, "unit": "TB/s", "rows": rows}
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(options.out, found)
 
 
 @cache

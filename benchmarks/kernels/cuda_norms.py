@@ -13,7 +13,6 @@ run.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.hardware.timing import rotated
 from rooftop.kernels import add_layer_norm, add_layer_norm_cuda, layer_norm
+from rooftop.whole_files import write_json
 
 DRAWN = tuple(random.randint(*span) for span in ((64, 1024), (1024, 4096), (4096, 16384)))
 SIZES = sorted({768, 1024, 4096, 8192, 50257, *DRAWN})
@@ -51,8 +51,7 @@ def main() -> None:
         for dtype in (torch.float16, torch.bfloat16):
             rows += measure_size(columns, dtype, ceilings)
             if options.out:  # written after each size, so that a failure does not lose earlier ones
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                write_json(options.out, found)
 
 
 def fused(columns: int) -> dict[str, Norm]:

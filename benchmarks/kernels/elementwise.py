@@ -13,7 +13,6 @@ compared here. The file is written after each row.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.hardware.timing import rotated
 from rooftop.kernels import fused
+from rooftop.whole_files import write_json
 
 ELEMENTS, SMALL = 1 << 27, 1 << 20
 SPANS = ((1 << 16, 1 << 20), (1 << 20, 1 << 24), (1 << 24, 1 << 27))
@@ -74,8 +74,7 @@ def main() -> None:
         ]:
             found["rows"] += measure(name, dtype, elements, ceilings)
             if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                write_json(options.out, found)
 
 
 def measure(name: str, dtype: str, elements: int, ceilings: Ceilings) -> list[dict[str, Any]]:

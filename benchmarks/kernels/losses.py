@@ -16,7 +16,6 @@ No size is started after `--seconds`; the file is written after each size.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured, waits_for_gpu
 from rooftop.hardware.timing import rotated
 from rooftop.kernels import cross_entropy, linear_cross_entropy
+from rooftop.whole_files import write_json
 
 CLASSES = (128256, 32000, 50257, 8192, 1024, 262144)
 SPANS = ((1000, 16384), (16384, 65536), (65536, 262144))
@@ -72,8 +72,7 @@ def main() -> None:
             break
         found[place].append(measured())
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(options.out, found)
 
 
 def measure_logits(classes: int, ceilings: Ceilings) -> dict[str, Any]:

@@ -12,7 +12,6 @@ the same run. Liger has no such operator.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from rooftop.hardware.graphs import captured
 from rooftop.hardware.timing import rotated
 from rooftop.kernels import linear_act, linear_act_plan
 from rooftop.launch import repeated_calls
+from rooftop.whole_files import write_json
 
 TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda t: t,
@@ -78,8 +78,7 @@ def main() -> None:
             rows.append(measure_case(case, backward, ceilings))
             if options.out:
                 found = {"environment": environment, "dtype": "bfloat16", "seed": options.seed, "rows": rows}
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                write_json(options.out, found)
 
 
 def drawn(seed: int) -> list[Case]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from triton.runtime.errors import OutOfResources
 from rooftop.hardware import measure
 from rooftop.kernels.norms import launches, plans, tables
 from rooftop.kernels.norms.tables import BackwardConfig, ForwardConfig
+from rooftop.whole_files import write_json
 
 SIZES = (128, 256, 512, 768, 1024, 2048, 2601, 4096, 5120, 8192, 11008, 16384, 32768, 50257)
 ELEMENTS = 1 << 27
@@ -55,8 +55,7 @@ def main() -> None:
     rows = [row for columns in options.sizes for row in measure_size(columns)]
     if options.out:
         found = {"device": torch.cuda.get_device_name(), "dtype": "bfloat16", "unit": "TB/s", **plain, "variants": rows}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.out, found)
 
 
 def variants(columns: int) -> Iterator[Variant]:

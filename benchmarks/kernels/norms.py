@@ -12,7 +12,6 @@ installed, or cannot run a size, are left out with a message.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.hardware.timing import rotated
 from rooftop.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from rooftop.whole_files import write_json
 
 SIZES = (1024, 4096, 16384, 50257)
 ALL_SIZES = (128, 256, 512, 768, 1000, 1024, 2048, 2601, 4096, 5120, 8192, 11008, 16384, 32768, 50257, 262144)
@@ -63,18 +63,14 @@ def main() -> None:
     found |= {"elements": ELEMENTS, "seed": options.seed, "drawn": drawn, "rows": rows}
     for size in sorted({*(ALL_SIZES if options.all_sizes else options.sizes), *drawn}):
         rows += measure_size(options.norm, size, ceilings)
-        save(options.out, found)
+        if options.out:  # written after each size, so that a failure does not lose earlier ones
+            write_json(options.out, found)
     for direction in ("forward", "backward"):
         ratios = [math.log(row["graph"]["rooftop"] / best_peer(row)) for row in rows if row["direction"] == direction]
         print(f"{direction}: geometric mean over the best peer {math.exp(sum(ratios) / len(ratios)):.2f}x")
-    save(options.out, found | {"small": measure_small(options.norm, 1024)})
-
-
-def save(path: Path | None, found: dict[str, Any]) -> None:
-    """Save the figures after each size, so that earlier measurements are kept."""
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+    found["small"] = measure_small(options.norm, 1024)
+    if options.out:
+        write_json(options.out, found)
 
 
 def best_peer(row: dict[str, Any]) -> float:

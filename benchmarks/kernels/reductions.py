@@ -15,7 +15,6 @@ each case.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from rooftop.cost import CountingMode, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.hardware.timing import rotated, rotated_copies
+from rooftop.whole_files import write_json
 
 SIZES = (1 << 20, 1 << 24, 1 << 28)
 SPANS = ((10_000, 1 << 18), (1 << 18, 1 << 23), (1 << 23, 1 << 28))
@@ -81,8 +81,7 @@ def main() -> None:
     for case in (*sums, *CASES):
         found["rows"].append(measure_case(case, ceilings))
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(options.out, found)
 
 
 def functions(case: Case) -> dict[str, Function]:

@@ -12,7 +12,6 @@ the same run. Peers that are not installed, or cannot run a size, are left out w
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.hardware.timing import rotated
 from rooftop.kernels import log_softmax, softmax
+from rooftop.whole_files import write_json
 
 SIZES = (128256, 32768, 1024, 8192, 4096, 50257, 512, 16384, 65536, 128, 262144)
 SPANS = ((64, 4096), (4096, 65536), (65536, 262144))
@@ -60,8 +60,7 @@ def main() -> None:
             break
         found["rows"] += measure_size(name, columns, ceilings)
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(options.out, found)
 
 
 def functions(name: str) -> dict[str, Function]:

@@ -12,7 +12,6 @@ out with a message. Calls that cannot be captured are only timed eagerly. The fi
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured, waits_for_gpu
 from rooftop.hardware.timing import rotated
 from rooftop.kernels import embedding, merge_attention_states, rope_pair, swiglu
+from rooftop.whole_files import write_json
 
 Function = Callable[..., Any]
 Call = Callable[[], object]
@@ -60,8 +60,7 @@ def main() -> None:
         for case in CASES[name](random.Random(options.seed)):
             found["rows"] += measure_case(case, ceilings)
             if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                write_json(options.out, found)
 
 
 # ---- cases -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ network's convolutions, with the best candidate for each and with cuDNN.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -39,6 +38,7 @@ from rooftop.hardware.graphs import captured
 from rooftop.kernels.convolutions.launches import copied, forward, plan_of
 from rooftop.kernels.convolutions.tables import ConvPlan, ConvTile, Geometry, Problem, fitted
 from rooftop.kernels.operands.activations import activated
+from rooftop.whole_files import write_json
 
 PEERS = ("torch", "library", "cudnn", "cudnn, benchmarked", "product")
 L2_BYTES = 120_000_000  # no GPU's L2 holds operands of this many bytes
@@ -336,11 +336,10 @@ def main() -> None:
 
     def save() -> None:
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
             sums = [found for batch in batches if (found := totals(rows, batch))]
             content = {"device": name, "torch": torch.__version__, "rows": rows, "totals": sums, "errors": errors}
-            options.out.write_text(json.dumps(content, indent=1) + "\n")
+            write_json(options.out, content)
 
     waiting: dict[Task, Any] = {}
     pool: Any = None

@@ -72,7 +72,7 @@ def backward(dtype: torch.dtype, count: int | None = None) -> Call:
 
 
 def check_gates(made: object, dtype: torch.dtype) -> None:
-    """The kernel's result for a random problem, and the reference's result."""
+    """Compare the kernel's result for a random problem with the reference's result."""
     torch.manual_seed(1)
     found = made(dtype, 1)()  # type: ignore[operator]
     torch.manual_seed(1)

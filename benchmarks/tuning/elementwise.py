@@ -120,7 +120,7 @@ def gradients(function: Function, tensors: list[Tensor]) -> Call:
 
 
 def backward(table: str, function: Function, shapes: Shapes, full: int, candidates: dict[str, Settings]) -> Task:
-    """Tasks of backward in bfloat16. `full` is the number of full-shape tensors that backward reads or writes,
+    """A task of backward in bfloat16. `full` is the number of full-shape tensors that backward reads or writes,
     including gradients."""
 
     def call() -> Call:
@@ -131,7 +131,7 @@ def backward(table: str, function: Function, shapes: Shapes, full: int, candidat
         return gradients(torch.compile(function, dynamic=False), inputs(shapes(ELEMENTS), HALF, False))
 
     def check() -> None:
-        """The result, and the float32 result for the same inputs."""
+        """Compare the result with the float32 result for the same inputs."""
         tensors = inputs(shapes(SMALL), HALF, False)
         exact = gradients(function, [t.float() for t in tensors])()
         for ours, theirs in zip(gradients(fused(function), tensors)(), exact, strict=True):  # type: ignore[call-overload]

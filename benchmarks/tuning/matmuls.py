@@ -13,7 +13,6 @@ do not stay in L2.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -34,6 +33,7 @@ from rooftop.hardware.graphs import captured
 from rooftop.kernels.matmuls import launches as matmul_launches
 from rooftop.kernels.matmuls.launches import forward
 from rooftop.kernels.matmuls.tables import LinearPlan, Tile
+from rooftop.whole_files import write_json
 
 LIB = LinearPlan("library", None, "")
 TORCH: dict[str, Callable[[Tensor], Tensor]] = {
@@ -307,9 +307,8 @@ def main() -> None:
 
     def save() -> None:
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-            options.out.write_text(json.dumps({"device": name, "rows": rows, "errors": errors}, indent=1) + "\n")
+            write_json(options.out, {"device": name, "rows": rows, "errors": errors})
 
     pool: Any = None
     if device == "cuda":

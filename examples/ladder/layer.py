@@ -11,12 +11,12 @@ from __future__ import annotations
 from lesson import tell
 
 WHY = {
-    "NumPy": "rung zero: a product of the CPU's library, then bias and sigmoid, each a pass over memory.",
-    "PyTorch": "the same, the passes on all cores.",
-    "one thread per output": "reads W by rows of the output's column: neighbouring threads read far apart.",
-    "tiles; bias and sigmoid apart": "tiles in shared memory and 4 x 4 outputs a thread; y is written, then read and "
-    "written again by a second kernel.",
-    "tiles; bias and sigmoid fused": "each sum still in its register gets bias and sigmoid: y is written once.",
+    "NumPy": "rung zero: the product by the CPU's library, then bias and sigmoid, each in a pass over memory.",
+    "PyTorch": "the same, with the passes on all cores.",
+    "one thread per output": "each thread reads its own row of W, so neighbouring threads read far apart.",
+    "tiles; bias and sigmoid apart": "tiles in shared memory and 4 x 4 outputs per thread. y is written, then "
+    "read and written again by a second kernel.",
+    "tiles; bias and sigmoid fused": "bias and sigmoid follow while the sum is in a register: y is written once.",
     "linear, then sigmoid": "PyTorch on the GPU: the product and its bias from the library, then one more kernel.",
 }
 

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 from lesson import tell
 
-UNROLLED = "each thread adds so many elements before it meets the others: fewer blocks, fewer barriers an element, and "
+UNROLLED = "each thread adds several elements before the first barrier: fewer blocks, fewer barriers per element, and "
 WHY = {
     "NumPy": "rung zero, one core of the CPU.",
-    "PyTorch": "the CPU with all cores, then at the end the GPU's kernel of the library.",
-    "interleaved pairs, divergent": "thread 2 s i adds its neighbour s further on. In every step all warps run, with "
-    "most of their threads switched off.",
+    "PyTorch": "the library on all cores of the CPU.",
+    "interleaved pairs, divergent": "thread 2 s i adds the value s further on. In every step all warps run, although "
+    "most of their threads do nothing.",
     "interleaved pairs, neighbouring threads": "the same pairs, added by threads 0, 1, 2, ...: whole warps are done "
-    "early. But thread i reads at 2 s i, and such addresses share few banks of shared memory: they are served in turn.",
+    "early. But thread i reads at 2 s i. Such addresses share few banks of shared memory, which serve them in turn.",
     "halves": "the upper half is added to the lower: neighbouring threads, neighbouring banks.",
-    "2 elements a thread": UNROLLED + "two loads on their way.",
-    "4 elements a thread": UNROLLED + "four loads on their way.",
-    "8 elements a thread": UNROLLED + "eight loads on their way.",
-    "loops unrolled by templates": "the size of the block is known to the compiler: no loop is left, and the last warp "
+    "2 elements a thread": UNROLLED + "two loads in flight.",
+    "4 elements a thread": UNROLLED + "four loads in flight.",
+    "8 elements a thread": UNROLLED + "eight loads in flight.",
+    "loops unrolled by templates": "the compiler knows the size of the block: no loop is left, and the last warp "
     "needs no barrier of the block.",
-    "warp shuffles": "threads of a warp read each other's registers: shared memory holds one value a warp.",
-    "16-byte loads, one pass": "wide loads, as many blocks as the GPU holds, and the last one to finish adds the "
-    "sums of all: one launch, no second reading.",
+    "warp shuffles": "threads of a warp read each other's registers: shared memory holds one value per warp.",
+    "16-byte loads, one pass": "wide loads and as many blocks as the GPU holds. The last block to finish adds the "
+    "sums of all: one launch.",
     "torch.sum": "PyTorch's own kernel.",
 }
 

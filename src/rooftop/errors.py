@@ -25,7 +25,8 @@ class InputError(RooftopError, ValueError):
 
 
 class ModelRunError(RooftopError, RuntimeError):
-    """The user's own model raised while it ran; `__cause__` is its exception."""
+    """The user's model or function failed: it raised, gave results that cannot be used, did not fit into memory, or its
+    process ended. `__cause__` is its exception, if there is one."""
 
 
 class DivergedError(ModelRunError):

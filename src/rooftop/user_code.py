@@ -78,17 +78,21 @@ def found_in(module: ModuleType, text: str) -> Any:
 
 def _module_of(path: Path) -> str:
     """The module name of a file: its path relative to the current directory, or the file name alone if the file is
-    elsewhere.
+    elsewhere, or if a folder's name contains a dot.
 
     Raises:
-        TargetError: the file does not exist.
+        TargetError: the file does not exist, or its name contains another dot.
     """
     if not path.is_file():
         raise TargetError(f"{os.fspath(path)}: no such file")
     whole = path.resolve()
+    if "." in whole.stem:
+        raise TargetError(f"{os.fspath(path)}: Python cannot import a file with several dots in its name: rename it")
     here = Path.cwd().resolve()
     if whole.is_relative_to(here):
-        return ".".join(whole.relative_to(here).with_suffix("").parts)
+        names = whole.relative_to(here).with_suffix("").parts
+        if not any("." in name for name in names):
+            return ".".join(names)
     sys.path.insert(0, str(whole.parent))
     return whole.stem
 

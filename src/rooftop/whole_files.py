@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,8 @@ def whole_file(target: Path) -> Iterator[Path]:
     place = target.resolve()
     direct = place.exists() and not place.is_file()
     # the suffix stays the last one, because libraries choose the format by it
-    temporary = place if direct else place.with_name(f".{place.stem}.{os.getpid()}.tmp{place.suffix}")
+    writer = threading.get_native_id()  # unlike a process id, it differs between threads
+    temporary = place if direct else place.with_name(f".{place.stem}.{writer}.tmp{place.suffix}")
     try:
         yield temporary
         if not direct:
@@ -44,3 +47,15 @@ def write_whole(target: Path, text: str) -> None:
     """
     with whole_file(target) as path:
         path.write_text(text, encoding="utf-8")
+
+
+def write_json(target: Path, value: object) -> None:
+    """Write an indented JSON file completely or not at all, as `whole_file` does. Missing folders are made.
+
+    Raises:
+        OSError: the file or its folder cannot be written.
+        TypeError: the value has an item that JSON has no type for.
+    """
+    text = json.dumps(value, indent=1) + "\n"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(target, text)

@@ -3,6 +3,8 @@ trace."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -447,3 +449,22 @@ def test_only_composite_operators_are_replaced(name: str) -> None:
     """Only composite operators let calls from other threads fall back to PyTorch's own composition."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     assert not torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutogradCPU")
+
+
+IMPORTS_LATE = """
+import torch
+import rooftop
+
+def step(x):
+    from torch.nn.attention.flex_attention import flex_attention
+    return flex_attention(x, x, x).sum()
+
+x = torch.randn(1, 1, 128, 16, requires_grad=True)
+ceilings = rooftop.hardware.ceilings_of("h200")
+print([op.name for op in rooftop.predict(step, x, ceilings=ceilings, train=True).ops])
+"""
+
+
+def test_a_program_may_import_flex_attention_when_it_runs() -> None:
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTS_LATE], capture_output=True, text=True)
+    assert "higher_order::flex_attention_backward" in ran.stdout, ran.stderr

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from rooftop.analysis.advice.autocast import cast_host_ms, under_autocast
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.repeating import AS_IT_WAS, Form, Times, tensor_like, times_again
 from rooftop.cost import CallSpec, CountingMode, Record, TensorSpec
+from rooftop.hardware.kernel_times import Variant
 
 CASTS = {"aten::_to_copy", "aten::copy_", "aten::detach", "aten::empty", "aten::t", "aten::view", "aten::transpose"}
 
@@ -304,11 +306,34 @@ def test_a_convolution_that_was_not_timed_gains_as_others_of_its_kind(monkeypatc
     assert list(repeated_ratios(operators, Form(channels_last=True), CPU).values()) == [0.5, 1.0, 0.5, 1.0]
 
 
+def test_calls_are_timed_between_markers_on_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    second, current = torch.device("cuda", 1), [torch.device("cuda", 0)]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def timed(variants: list[Variant], device: torch.device) -> list[list[tuple[float, ...]]]:
+        assert current[-1] == device
+        return [[(1.0,)] for _ in variants]
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(repeating, "kernel_times", timed)
+    monkeypatch.setattr(repeating._Repeated, "accepted", lambda call: True)
+    with CountingMode() as counted:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    (spec,) = specs(counted.records)
+    assert repeating._times_on_gpu([repeating._Repeated(spec, AS_IT_WAS, second)], second, 1) == [Times(1.0, 1.0)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("parameters", [0, 1, 2])
 def test_rooftops_layer_norm_is_timed_on_the_shapes_of_a_row(parameters: int) -> None:
     forward, backward = (
-        alternatives._layer_norm_ms(backward, 512, 1024, parameters, "float32") for backward in (False, True)
+        alternatives._layer_norm_ms(torch.device("cuda", 0), backward, 512, 1024, parameters, "float32")
+        for backward in (False, True)
     )
     assert 0 < forward < backward
 

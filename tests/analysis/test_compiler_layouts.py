@@ -31,6 +31,7 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
     "narrowing": lambda: nn.Sequential(conv(3, 256), conv(256, 96)),
     "narrowing, kernel of one": lambda: nn.Sequential(conv(3, 256), conv(256, 96, kernel=1)),
     "small": lambda: nn.Sequential(conv(3, 32), conv(32, 64)),
+    "narrowing, small": lambda: nn.Sequential(conv(3, 64), conv(64, 32), conv(32, 128)),
     "patches": lambda: nn.Sequential(nn.Conv2d(3, 192, 8, 8), nn.Flatten(2), nn.Linear(16, 16)),
     "few": lambda: nn.Sequential(conv(3, 128), *[nn.Sigmoid() for _ in range(320)]),
     "none": lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4)),

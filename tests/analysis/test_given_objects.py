@@ -73,7 +73,7 @@ def test_each_run_begins_with_what_was_given() -> None:
             program.step(lambda output: lengths.append((output.shape[1], int(cache.length), cache.layers[0].seen)))
     assert lengths == [(6, 1, 2)] * 5
     assert program.notes == [
-        "The step changes its arguments (Layer): they were restored before each run.",
+        "The step changes its arguments (Layer), restored before each run.",
         "The step writes to its inputs: each run began with the values that the previous run left.",
     ]
 
@@ -394,7 +394,7 @@ def test_what_a_module_keeps_is_the_same_for_each_run_and_afterwards(lazily: boo
         concatenated = next(row for row in report.ops if row.name == "aten::cat")
         assert products(report) == HAND_COUNT
         assert concatenated.bytes == 2 * 2 * 8 * 4
-        assert "The step changes its arguments" in " ".join(report.notes)
+        assert "The step changes its own state" in " ".join(report.notes)
     assert (net.calls, net.outputs, net.position.item()) == (0, None if lazily else [], 0)
     assert set(net.shapes) == {x.shape}
 

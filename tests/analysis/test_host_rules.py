@@ -176,7 +176,7 @@ def test_pinned_memory_copies_at_its_own_rate(gpu: Ceilings) -> None:
     )
     (advice,) = unpinned_transfers(step)
     assert advice.gain_ms == pytest.approx(4.0 * 3 / 4 + 2.0 / 2)
-    assert advice.evidence.startswith("2 copies between host and GPU take 6.00 ms")
+    assert advice.evidence.startswith("2 transfers between the GPU and host memory that is not pinned: 6.00 ms")
     assert "(train.py:3)" in advice.evidence
 
 

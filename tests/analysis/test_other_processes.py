@@ -8,13 +8,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from rooftop.analysis.other_processes import OtherProcesses
+from rooftop.analysis.other_processes import OtherProcesses, _program
 
 BUSY = "import time\nwhile time.process_time() < 0.7: pass"
 
@@ -80,6 +81,20 @@ def test_programs_are_named_if_they_took_time() -> None:
     with OtherProcesses() as others:
         subprocess.run([sys.executable, "-c", BUSY], check=True)
     assert "1 process of python" in others.said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["/opt/my tools/gcc", "a.c"], "gcc"),
+        ("/usr/bin/gcc a.c", "gcc"),
+        ([b"gcc"], "gcc"),
+        ([], ""),
+        (Path("/a b"), "a b"),
+    ],
+)
+def test_the_name_of_a_program(arguments: object, name: str) -> None:
+    assert _program(arguments) == name
 
 
 def test_what_still_runs_at_the_end_has_its_time_until_then() -> None:

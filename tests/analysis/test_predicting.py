@@ -398,6 +398,7 @@ class Locked(nn.Linear):
             TypeError,
             r"predict\(optimizer=str\): expected a function that creates an optimizer",
         ),
+        ({"train": True, "optimizer": lambda parameters: None}, TypeError, "the function returned None"),
         (
             {"train": True, "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])},
             TypeError,
@@ -409,3 +410,29 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], mess
     values: dict[str, Any] = {"target": nn.Linear(3, 3), "args": [torch.ones(2, 3)], **arguments}
     with pytest.raises(error, match=message):
         rooftop.predict(values.pop("target"), *values.pop("args"), ceilings=ceilings, **values)
+
+
+def test_predictions_in_several_threads_do_not_find_each_others_tensors(h200: Ceilings) -> None:
+    errors: list[BaseException] = []
+
+    def predict() -> None:
+        try:
+            for _ in range(3):
+                rooftop.predict(small_net(), images(), ceilings=h200, train=True)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=predict) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_lazy_module_is_to_be_run_first(h200: Ceilings) -> None:
+    net = nn.LazyLinear(8)
+    with pytest.raises(InputError, match="run the model once"):
+        rooftop.predict(net, torch.ones(4, 8), ceilings=h200)
+    net(torch.ones(4, 8))
+    assert rooftop.predict(net, torch.ones(4, 8), ceilings=h200).summary.flops

@@ -6,7 +6,7 @@ import json
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -212,7 +212,17 @@ def test_laws_of_the_rows(rows: list[RankRow]) -> None:
     assert Ranks.from_dict(json.loads(json.dumps(ranks.to_dict()))) == ranks
 
 
-@pytest.mark.parametrize("plain", [{}, {"rows": [{"rank": 0}]}, {"rows": None}, {"rows": []}])
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {},
+        {"rows": [{"rank": 0}]},
+        {"rows": None},
+        {"rows": []},
+        {"rows": [{**asdict(RankRow(0, "cpu", 1.0, 1.0, 1.0, 1.0)), "wall_ms": "long"}]},
+        {"rows": [{**asdict(RankRow(0, "cpu", 1.0, 1.0, 1.0, 1.0)), "device": None}]},
+    ],
+)
 def test_damaged_json(plain: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="damaged"):
         Ranks.from_dict(plain)

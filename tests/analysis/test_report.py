@@ -77,6 +77,19 @@ def test_ceilings_and_reports_are_told_apart(ceilings: Ceilings, tmp_path: Path)
         (("coverage",), None),
         (("device",), {}),
         (("versions",), None),
+        (("mode",), None),
+        (("device", "name"), 3),
+        (("inputs",), [3]),
+        (("notes",), [None]),
+        (("ops", 0, "name"), None),
+        (("ops", 0, "bound"), []),
+        (("advice",), [{"title": 3, "evidence": "", "gain_ms": 1.0}]),
+        (("memory", "peak_bytes"), "many"),
+        (("memory", "timeline"), [["soon", 5]]),
+        (
+            ("compilation",),
+            {"graphs": "one", "kernels": 1, "seconds": 1.0, "graph_breaks": [], "recompilations": []},
+        ),
         (("ceilings",), {}),
     ],
 )
@@ -156,3 +169,8 @@ def test_a_precision_without_a_rate_leaves_its_operators_uncovered(ceilings: Cei
     (row,) = [row for row in report.ops if row.name == "aten::addmm"]
     assert (row.bound, row.uncovered) == ("uncovered", "the fp64 rate of Test machine is unknown")
     assert rooftop.predict(net, torch.randn(2, 4, dtype=torch.float64), ceilings=without).coverage < 1
+
+
+def test_a_table_of_fewer_than_no_rows_is_refused(report: Report) -> None:
+    with pytest.raises(ValueError, match=r"table\(rows=-1\): expected 0 or more"):
+        report.table(-1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import rooftop
+from rooftop.cli import ceilings as verb
 from rooftop.cli.main import main
 from rooftop.hardware import Ceilings, measure_ceilings
 from rooftop.hardware.figures import in_words
@@ -51,6 +52,15 @@ def assert_one_line(result: tuple[int, str, str], status: int, *parts: str) -> N
     assert result[2].count("\n") == 1
     for part in parts:
         assert part in result[2]
+
+
+def test_tables_in_a_pipe_are_not_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pipe the table had 80 columns, and all long bars were cut to the same length."""
+    monkeypatch.setattr(verb, "measure_ceilings", lambda *where, **how: rooftop.hardware.ceilings_of("h200"))
+    status, out, _ = run("ceilings", "--device", "cpu")
+    assert status == 0
+    assert "█" * 20 in out
+    assert "…" not in out
 
 
 def test_ceilings_as_tables_as_json_and_as_a_file_are_the_same(run: Run) -> None:

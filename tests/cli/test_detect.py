@@ -141,6 +141,14 @@ def test_a_photograph_without_objects_says_so(run: Run) -> None:
     assert "nothing" in run(*WORDS[:4], "--threshold", "1", "--size", "64")[1]
 
 
+def test_a_photograph_is_not_overwritten_by_its_picture(run: Run) -> None:
+    before = Path("one/photo.png").read_bytes()
+    status, _, err = run("one", *WORDS[2:], "-o", "one")
+    assert status == 2
+    assert "one/photo.png is a photograph to read" in err
+    assert Path("one/photo.png").read_bytes() == before
+
+
 def test_pictures_of_one_name_do_not_overwrite_each_other() -> None:
     paths = [Path(name) for name in ("a/x.png", "b/x.jpg", "x-2.png", "c/x.png")]
     names = [path.name for path in module._pictures(paths, Path("out"))]

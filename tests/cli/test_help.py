@@ -162,9 +162,16 @@ def test_pages_and_empty_files_are_overwritten(tmp_path: Path) -> None:
     page.write_text("\n<!DOCTYPE html>\n")
     empty.touch()
     named.write_text("anything")
-    check_outputs({"HTML": [page, empty, named, tmp_path / "new", None], "JSON": [STANDARD_OUTPUT]})
+    check_outputs({"HTML": [page, empty, named, tmp_path / "new", None]}, STANDARD_OUTPUT)
     with pytest.raises(click.BadParameter, match="page is not JSON"):
         check_outputs({"JSON": [page]})
+
+
+def test_only_json_goes_to_standard_output() -> None:
+    """`rooftop ladder vector --out -` wrote a file with the name "-"."""
+    for outputs in ({"HTML": [STANDARD_OUTPUT]}, {"JSON": [STANDARD_OUTPUT]}):
+        with pytest.raises(click.BadParameter, match="expected a path"):
+            check_outputs(outputs)
 
 
 def test_a_value_is_written_or_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def test_wrong_calls(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for words, status, part in (
         (["ladder", "stairs"], 2, "vector|indexing|reduction|matmul|layer"),
         (["ladder", "vector", "--out", "no/such.json"], 2, "no/such"),
-        (["ladder", "vector", "--out", "both", "--chart", "./both"], 2, "name the same file"),
+        (["ladder", "vector", "--out", "both", "--chart", "./both"], 2, "both is given for two outputs"),
         (["ladder", "vector", "--chart", "chart.html"], 1, "need an NVIDIA GPU"),
         (["ladder", "python", "--size", "3"], 2, "takes 64 to 4,194,304 points, got 3"),
         (["ladder", "memory", "--size", "3"], 2, "the memory ladder takes no --size"),

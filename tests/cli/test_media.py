@@ -97,7 +97,7 @@ def test_decode_of_a_damaged_video_says_what_stays(
     assert main(["media", "decode", str(damaged), "-o", str(tmp_path / "frames")]) == 1
     assert names(tmp_path / "frames") == [f"{number:06}.png" for number in range(there)]
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith(f"{there} frames written to ")
+    assert said[0].startswith(f"kept: {there} frames in ")
     assert "the last good frame is at" in said[1]
     assert main(["media", "decode", str(damaged), "-o", str(tmp_path / "all.npy")]) == 1
     assert names(tmp_path) == ["frames"]
@@ -282,7 +282,7 @@ def test_bench_counts_frames_by_device_and_streams(video: Path, capsys: pytest.C
     assert printed.splitlines()[0].split()[2:] == [
         "frames/s",
         *["frames/s", "a", "stream"],
-        *["ms", "a", "frame", "of", "all"],
+        *["ms", "a", "frame,", "all", "streams"],
     ]
     assert 'device="auto" chooses cpu: ' in printed
 

@@ -53,3 +53,11 @@ def test_no_bar_for_what_is_done_at_once(terminal: io.StringIO, monkeypatch: pyt
         show("compiling", 0.5)
     assert [each.is_alive() for each in timers] == [False]
     assert terminal.getvalue() == ""
+
+
+def test_no_bar_on_other_ranks(terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    with progress.progress_bar(shown=False) as show:
+        show("compiling", 0.5)
+        time.sleep(0.3)
+    assert terminal.getvalue() == ""

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -218,7 +218,7 @@ def test_a_pool_draws_the_same_picture_and_says_what_it_held(run: Run, ball: Pat
     status, _, err = run(ball, "-o", "small.png", "--pool", "131071", *SMALL)
     assert status == 2
     assert "give at least 131,072" in err
-    for text in ("much", "0", "-1", "2 TB", "GB"):
+    for text in ("much", "0", "-1", "2 TB", "GB", "0.5B", "9" * 400 + " TB"):
         status, _, err = run(ball, "-o", "none.png", f"--pool={text}", *SMALL)
         assert status == 2
         assert "expected a size such as 2GB" in err
@@ -423,8 +423,8 @@ def test_files_that_are_none(run: Run, ball: Path, tmp_path: Path) -> None:
 def test_a_picture_is_never_half_written(run: Run, ball: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("out.png").write_bytes(b"before")
 
-    def fails(picture: Image.Image, path: Path, **options: object) -> None:
-        Path(path).write_bytes(b"half")
+    def fails(picture: Image.Image, file: BinaryIO, **options: object) -> None:
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", fails)

@@ -205,15 +205,21 @@ def test_inputs_that_are_none(text: str) -> None:
         make_input(text, torch.float32)
 
 
-@pytest.mark.parametrize("text", ["99999999999x99999999", "9" * 30, f"2:int64:{'9' * 30}"])
+@pytest.mark.parametrize("text", ["99999999999x99999999", "9" * 30])
 def test_inputs_that_no_memory_holds(text: str) -> None:
     with pytest.raises(InputError, match="this tensor cannot be made here"):
         make_input(text, torch.float32)
 
 
-def test_an_integer_input_needs_a_bound_above_zero() -> None:
+@pytest.mark.parametrize("bound", ["int64:0", "uint8:257", f"int32:{2**31 + 1}", f"int64:{'9' * 30}"])
+def test_an_integer_input_needs_a_bound_that_its_dtype_holds(bound: str) -> None:
     with pytest.raises(InputError, match="upper bound"):
-        make_input("2x3:int64:0", torch.float32)
+        make_input(f"2x3:{bound}", torch.float32)
+
+
+def test_the_largest_bounds() -> None:
+    assert make_input("2x3:uint8:256", torch.float32).dtype == torch.uint8
+    assert make_input(f"2x3:int32:{2**31}", torch.float32).min() >= 0
 
 
 @pytest.mark.parametrize(

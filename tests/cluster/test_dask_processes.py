@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -181,6 +182,21 @@ def test_a_run_by_a_scheduler_uses_it(job: Job, tmp_path: Path, monkeypatch: pyt
     assert (report.items, report.errors, report.decoding) == (41, 1, "2 processes")
     assert sorted(row["level"] for row in rows if row["error"] is None) == list(range(40))
     assert os.getpid() not in {row["pid"] for row in rows}
+
+
+def test_its_outcomes_have_the_name_of_the_dask_worker(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one name for all workers, a run with many of them would count a single worker."""
+    plugin = pytest.importorskip("rooftop.cluster.dask_plugin", reason="needs Dask")
+    cloudpickle = pytest.importorskip("cloudpickle")
+    monkeypatch.setattr(plugin, "division_beside", lambda *_: Division(1, 1, 1, "cpu", decoders=2))
+    carrier = plugin.Carrier("token", cloudpickle.dumps(job), "cpu")
+    carrier.setup(SimpleNamespace(address="tcp://node1:40001", state=SimpleNamespace(nthreads=2)))
+    try:
+        assert carrier.do(chunk(tmp_path, 0, range(3))).worker == "tcp://node1:40001"
+    finally:
+        carrier.teardown(None)
 
 
 def test_it_is_used_where_it_pays(job: Job) -> None:

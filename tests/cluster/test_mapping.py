@@ -64,6 +64,16 @@ def troubled(text):
     return {"n": n}
 
 
+class SlowAtFirst:
+    called = False
+
+    def __call__(self, text):
+        if not self.called:
+            time.sleep(1.0)
+        self.called = True
+        return int(text)
+
+
 class Counted:
     """Says how often it was made in its process."""
 
@@ -229,6 +239,22 @@ def test_two_thousand_photographs_ten_damaged_one_worker_killed(workers: Workers
     assert (again.items, again.before, again.errors_before) == (0, 2000, 10)
 
 
+def test_rows_of_other_inputs_do_not_count_as_done() -> None:
+    for name in "abcde":
+        Path(name).touch()
+    mapped("os.path:basename", ["a", "b", "c"], kind="path", workers=1)
+    shown: list[tuple[str, float]] = []
+    mapped("os.path:basename", ["c", "d", "e"], kind="path", workers=1, progress=lambda *each: shown.append(each))
+    assert shown[0] == ("workers start", pytest.approx(1 / 3))
+    assert shown[-1] == ("3 of 3 done", 1.0)
+
+
+def test_a_slow_first_call_does_not_lower_the_ceiling() -> None:
+    report, _ = mapped("my.py:SlowAtFirst", [lines(300)], workers=1)
+    assert report.call_ceiling > 300 / 1.0
+    assert report.percent_of_ceiling <= 100
+
+
 def test_what_raises_hangs_differs_or_ends_its_process_is_an_error_of_its_item() -> None:
     report, rows = mapped("my.py:troubled", [lines(14)], timeout_s=3.0)
     errors = {row["place"]: row["error"] for row in rows if row["error"] is not None}
@@ -377,7 +403,7 @@ def test_targets_that_cannot_work_end_the_run() -> None:
         ("your.py:number", TargetError, "no such file"),
         ("my_module_that_is_not:number", TargetError, "no module 'my_module_that_is_not'"),
         ("my.py:TARGETS", TargetError, "has no 'TARGETS'"),
-        ("number", TargetError, "expected a model's name, my.py:function"),
+        ("number", TargetError, "expected my.py:function or package.module:function"),
         ("my.py:Broken", ModelRunError, "creating my.py:Broken raised OSError: no weights here"),
         ("my.py:Cancelled", ModelRunError, "creating my.py:Cancelled raised CancelledError$"),
         ("my.py:Unsaid", ModelRunError, "creating my.py:Unsaid raised Unprintable: <it cannot be printed>"),

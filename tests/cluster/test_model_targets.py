@@ -92,6 +92,8 @@ def test_models_and_options_that_do_not_go_together() -> None:
         ("resnet18", {"weights": "DEFAULT", "seed": 1}, InputError, "got both"),
         ("resnet18", {"seed": 1, "batch": 0}, InputError, "batch is 0"),
         ("resnet18", {"seed": 1, "top": 0}, InputError, "top is 0"),
+        ("detr_resnet50", {"seed": 1, "threshold": "0.5"}, InputError, "threshold is '0.5', expected a number"),
+        ("resnet18", {"seed": 1, "dtype": "float16"}, InputError, "dtype is 'float16', expected a floating-point"),
     ):
         with pytest.raises(error, match=said):
             model_target(name, **options)
@@ -100,3 +102,11 @@ def test_models_and_options_that_do_not_go_together() -> None:
 def test_a_model_takes_photographs_only(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="resnet18 accepts photographs, not items of kind text"):
         map_items(model_target("resnet18", seed=0), [photos], tmp_path / "out", kind="text")
+
+
+def test_the_batch_of_a_model_is_not_silently_ignored(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"got batch=3, but the target resnet18 was made with a batch of 16: .*model_target"
+    ):
+        map_items(model_target("resnet18", seed=0), [photos], tmp_path / "out", batch=3)
+    assert not (tmp_path / "out").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,11 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "photos" / "a.jpg")
     with pytest.raises(InputError, match="cannot be written"):
         opened(tmp_path / "missing" / "out.parquet")
-    (out / "_rooftop.json").write_text("{")
-    with pytest.raises(InputError, match="is damaged"):
-        opened(out)
+    record = (out / "_rooftop.json").read_text()
+    for damaged in ("{", re.sub('"schema": [^,}]*', '"schema": "AAAA"', record)):
+        (out / "_rooftop.json").write_text(damaged)
+        with pytest.raises(InputError, match="is damaged"):
+            opened(out)
 
 
 def test_two_runs_do_not_write_at_once(tmp_path: Path) -> None:
@@ -179,6 +182,9 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
         parts.add(batch_of(["a"]))
     (out / "part-00000.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match=r"part-00000.parquet is damaged .* remove it"):
+        opened(out)
+    (out / "part-00000.parquet").rename(out / "part-00000-by-spark.parquet")
+    with pytest.raises(InputError, match=r"by-spark\.parquet is not a part that rooftop map wrote: move it"):
         opened(out)
 
 

@@ -178,6 +178,22 @@ def test_a_formula_that_fails_is_listed_and_the_program_goes_on() -> None:
     assert counted.records[-1].uncovered == "formula failed: KeyError: 'weight'"
 
 
+def test_an_error_that_cannot_be_printed_does_not_end_the_program() -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def formula(call: Call) -> Cost:
+        raise SilentError
+
+    schema = "(Tensor x) -> Tensor"
+    function = torch.library.custom_op("rooftop_test_counting::silent", torch.clone, mutates_args=(), schema=schema)
+    cost_of("rooftop_test_counting::silent")(formula)
+    with CountingMode() as counted:
+        function(torch.ones(3))
+    assert counted.records[-1].uncovered == "formula failed: SilentError: <it cannot be printed>"
+
+
 def test_an_operator_of_higher_order_is_listed_and_the_program_goes_on() -> None:
     a, b = torch.ones(4, 8, dtype=torch.int8), torch.ones(8, 2, dtype=torch.int8)
     with torch.no_grad(), CountingMode() as counted:

@@ -238,7 +238,7 @@ def test_attention_with_a_mask_is_predicted_for_a_gpu(train: bool) -> None:
     (row,) = [row for row in report.ops if row.name == "higher_order::flex_attention"]
     assert row.flops == MASKS["causal"][1] * (4 * WIDTH + SOFTMAX_FLOPS)
     assert ("higher_order::flex_attention_backward" in {r.name for r in report.ops}) is train
-    assert not any("without a formula" in note for note in report.notes)
+    assert not any("missing from the prediction" in note for note in report.notes)
 
 
 def test_analysis_of_attention_ends_nothing(measured: Ceilings) -> None:

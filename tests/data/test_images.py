@@ -365,7 +365,7 @@ def test_folders_without_photographs(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "1.png")
     for name in ("2.gif", "notes.txt"):
         (tmp_path / "cat" / name).touch()
-    with pytest.warns(UserWarning, match=r"holds 1 images that are not used, the first one is .*2\.gif: expected"):
+    with pytest.warns(UserWarning, match=r"holds 1 unused image, the first one is .*2\.gif: expected"):
         assert len(ImageFolder(tmp_path)) == 1
 
 

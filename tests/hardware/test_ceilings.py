@@ -19,7 +19,7 @@ from rooftop.hardware.ceilings import ceilings_of, known_machines
 from rooftop.hardware.histories import history_of
 from rooftop.hardware.kernel_times import Variant, kernel_times
 from rooftop.hardware.measuring import cache_path
-from rooftop.hardware.probes import identity
+from rooftop.hardware.probes import full_precision, identity
 
 Switches = dict[str, object]
 Measurement = tuple[Ceilings, Switches, Switches]  # ceilings, and the global settings before and after
@@ -147,6 +147,51 @@ def test_a_cache_that_cannot_be_written_loses_no_measurement(
     monkeypatch.setattr("rooftop.hardware.measuring.probe", lambda *_: history_of(measured))
     with pytest.warns(UserWarning, match="could not be stored in .*set ROOFTOP_CACHE"):
         assert measure_ceilings("cpu") == measured
+
+
+def test_a_cache_that_cannot_be_read_loses_no_measurement(
+    measured: Ceilings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")  # reading through it is an OSError, even for root
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path / "circle"))
+    monkeypatch.setattr("rooftop.hardware.measuring.probe", lambda *_: history_of(measured))
+    with pytest.warns(UserWarning, match="could not be stored in .*set ROOFTOP_CACHE"):
+        assert measure_ceilings("cpu") == measured
+
+
+def _switches() -> list[object]:
+    """PyTorch's switches for float32 products and convolutions; None for an older one that cannot be read."""
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    newer = (torch.backends, products, cudnn, cudnn.conv, cudnn.rnn, torch.backends.mkldnn.matmul)
+    older = (torch.get_float32_matmul_precision, lambda: products.allow_tf32, lambda: cudnn.allow_tf32)
+    found: list[object] = [switch.fp32_precision for switch in newer]
+    for read in older:
+        try:
+            found.append(read())
+        except RuntimeError:
+            found.append(None)
+    return found
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+        "torch.backends.fp32_precision = 'tf32'",
+    ],
+)
+def test_float32_is_measured_in_float32_whatever_the_program_has_set(turn: str) -> None:
+    """Also if the program has set only PyTorch's newer switches: reading the older ones is then an error."""
+    with full_precision():  # restores the switches for other tests
+        exec(turn)
+        before = _switches()
+        with full_precision():
+            with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
+                inside = _switches()
+            assert inside[1:2] + inside[3:] == ["ieee"] * 4 + ["highest", False, False]
+        assert _switches() == before
 
 
 def test_measuring_leaves_switches_and_random_numbers_as_they_were(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rooftop.errors import MeasurementError
+from rooftop.hardware import collectives
 from rooftop.hardware.collectives import collective_rates
 
 SIZES = (64 << 10, 1024 << 10)
@@ -71,6 +72,14 @@ def test_wrong_devices(devices: list[str]) -> None:
 def test_wrong_sizes(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match="divisible by 8"):
         collective_rates(["cpu", "cpu"], sizes)
+
+
+def test_the_default_sizes_suit_any_number_of_devices(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "SIZES", SIZES)
+    count = 3
+    for by_size in collective_rates(["cpu"] * count).values():
+        assert all(0 <= size - found < 4 * count for size, found in zip(SIZES, by_size, strict=True))
+    assert not left()
 
 
 @pytest.mark.gpu

@@ -115,6 +115,20 @@ def test_without_gpus_the_refusal_names_the_driver(monkeypatch: pytest.MonkeyPat
         select_devices(0)
 
 
+@pytest.mark.parametrize("near", ["gpu0", -1, "cuda:7", "cpu"])
+def test_a_partner_that_does_not_exist_is_refused(near: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, gpu(0, 70))
+    with pytest.raises(ValueError, match=r"is not a GPU of this machine: torch can use 1 GPU, from"):
+        select_devices(near=near)
+
+
+@pytest.mark.parametrize("wrong", [9.0, 9, [9, 0], (9,), ("9", "0")])
+def test_a_capability_is_a_pair_of_integers(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, gpu(0, 70))
+    with pytest.raises(ValueError, match=r"a compute capability like \(9, 0\), got"):
+        select_devices(min_capability=wrong)
+
+
 # Jobs
 
 

@@ -6,7 +6,8 @@ import gc
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -53,6 +54,32 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(timing, "time", clock)
     return clock
+
+
+def test_events_are_recorded_on_the_device_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if another GPU is current: an event of that GPU would not wait for the calls."""
+    current, recorded = [torch.device("cuda", 0)], set[torch.device]()
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        current.append(which)
+        yield
+        current.pop()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+        def record(self) -> None:
+            recorded.add(current[-1])
+
+        def synchronize(self) -> None: ...
+        def elapsed_time(self, end: object) -> float:
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: recorded.add(current[-1]))
+    measure(lambda: None, device="cuda:1", seconds=0.0, warm_up_seconds=0.0)
+    assert recorded == {torch.device("cuda", 1)}
 
 
 def test_the_median_is_the_time_of_one_call(clock: Clock) -> None:

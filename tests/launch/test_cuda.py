@@ -264,6 +264,14 @@ def test_configurations_that_no_gpu_can_launch(
         kernel.check(**{"grid": 1, "block": 32} | configuration)
 
 
+@pytest.mark.parametrize("name", ["grid", "block", "cluster", "shared_bytes"])
+def test_a_launch_names_the_list_in_its_configuration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "first_device", lambda arguments: 0)
+    kernel = cuda.compile(SOURCE, "filters::none", arch="sm_90")
+    with pytest.raises(TypeError, match=rf"{name} must be an int.*got \[2\]"):
+        kernel.launch(**{"grid": 4, "block": 32} | {name: [2]})  # type: ignore[arg-type]
+
+
 def test_limits_depend_on_the_kernel_and_the_architecture() -> None:
     static = cuda.compile(SOURCE, "bounded", arch="sm_80")
     with pytest.raises(ValueError, match=r"4,096 \+ 163,000 bytes .* sm_80 has 166,912"):

@@ -94,6 +94,9 @@ def test_channels_are_swapped_in_place() -> None:
     m = Mat(bgr)
     mixChannels(m, m, [0, 2, 1, 1, 2, 0])
     assert np.array_equal(bgr, rgb)
+    mixChannels(m, m, np.array([[0, 2], [1, 1], [2, 0]]))
+    mixChannels(m, m, np.array([0, 2, 1, 1, 2, 0]))
+    assert np.array_equal(bgr, rgb)
     merge([extractChannel(m, 2), *split(m)[:2]], m)
     assert np.array_equal(bgr, rgb[..., [2, 0, 1]])
 

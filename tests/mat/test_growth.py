@@ -83,6 +83,18 @@ def test_reserved_rows_come_without_a_move() -> None:
     assert m.data_ptr() == pointer
 
 
+@pytest.mark.parametrize("wrong", [2.5, "3", None])
+def test_a_number_of_rows_is_an_integer(wrong: object) -> None:
+    """`resize(3.5)` made a Mat of 3.5 rows."""
+    m = Mat(2, 3, CV_8UC3, 1)
+    for change in (m.resize, m.reserve, m.pop_back):
+        with pytest.raises(TypeError, match="integer"):
+            change(wrong)  # type: ignore[arg-type]
+    assert m.size == (2, 3)
+    m.resize(np.int64(4))
+    assert m.size == (4, 3)
+
+
 def test_a_mat_is_pushed_to_itself() -> None:
     m = Mat(np.arange(6, dtype=np.uint8).reshape(3, 2))
     m.push_back(m)

@@ -138,7 +138,7 @@ def test_files_that_cannot_be_read_are_named_or_skipped(make_video: MakeVideo, t
         assert 0 < ClipDataset([cut], frames=4).counts[0] < 7
     with (
         pytest.warns(UserWarning, match="skipped"),
-        pytest.raises(InputError, match="none of 1 files can be read"),
+        pytest.raises(InputError, match="none of 1 file can be read"),
     ):
         ClipDataset([text], frames=4, on_error="skip")
 
@@ -171,6 +171,8 @@ def test_other_mistakes(paths: list[Path], make_video: MakeVideo) -> None:
         ClipDataset([], frames=2)
     with pytest.raises(InputError, match="expected a list of video files"):
         ClipDataset(str(paths[0]), frames=2)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="to='tpu' is not a device"):
+        ClipLoader(ClipDataset((path for path in paths), frames=2), batch=1, to="tpu")
     larger = make_video("larger.mp4", "libx264", height=64, width=80)
     with pytest.raises(InputError, match=r"48 x 32, 80 x 64\): pass resize="):
         ClipDataset([*paths, larger], frames=2)

@@ -240,6 +240,8 @@ def test_a_broken_file_is_named_or_skipped(folder: Path) -> None:
         decoder.decode(folder / "a.jpg")
     with pytest.raises(InputError, match="does not exist"):
         decoder.read([folder / "missing.jpg"])
+    with pytest.raises(InputError, match="expected a list of photographs and folders"):
+        decoder.read(str(folder))
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,9 @@ def test_a_file_whose_last_frame_is_held_is_whole(
             assert (frames[-1].duration, reader.duration) == pytest.approx((3.0, 3.4)), path
 
 
-@pytest.mark.parametrize("tag", [b"00:00:09.040000000", b"00:00:00.040000000", b"not a duration at "])
+@pytest.mark.parametrize(
+    "tag", [b"00:00:09.040000000", b"00:00:00.040000000", b"not a duration at ", b"00:00:1/0         "]
+)
 def test_a_wrong_duration_of_a_matroska_file_is_no_damage(make_video: MakeVideo, tag: bytes) -> None:
     whole = make_video("tagged.mkv").read_bytes()
     place = whole.index(b"DURATION") + len(b"DURATION")

@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -230,6 +231,8 @@ def test_a_frame_rate_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for wrong in ("25", None, -1, float("nan"), 1e-9):
         with pytest.raises(InputError, match="expected a number above 0"):
             VideoWriter(tmp_path / "out.mp4", wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="32-bit integers, so expected a lower fps"):
+        VideoWriter(tmp_path / "out.mp4", 1e300)
     for suffix, codec, fps in ((".avi", "mpeg4", 5000), (".mkv", "libx264", 1001), (".webm", "libvpx", 1200)):
         with pytest.raises(InputError, match="at most 1000 frames a second"):
             VideoWriter(tmp_path / f"out{suffix}", fps, codec)
@@ -237,6 +240,17 @@ def test_a_frame_rate_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         writer.write(smooth())
     assert VideoReader(tmp_path / "out.avi").times.tolist() == pytest.approx([0.0, 0.001, 0.002, 0.003, 0.004])
     assert [path.name for path in tmp_path.iterdir()] == ["out.avi"]
+
+
+def test_numbers_as_users_give_them(tmp_path: Path) -> None:
+    """NumPy's numbers are a frame rate, options may be numbers, and samples may come in empty pieces."""
+    with VideoWriter(tmp_path / "out.mp4", np.float32(25), options={"crf": 18}) as writer:  # type: ignore[arg-type, dict-item]
+        writer.write_sound(torch.zeros(1, 8000), 8000)
+        writer.write_sound(torch.zeros(1, 0), 8000)
+        writer.write(smooth())
+    assert VideoReader(tmp_path / "out.mp4").fps == 25
+    with VideoWriter(tmp_path / "no.mp4", 25, bit_rate_bps=10**30) as writer, pytest.raises(VideoWriteError):
+        writer.write(smooth())
 
 
 def test_a_name_that_begins_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +281,7 @@ def test_what_cannot_be_written_is_refused_before(tmp_path: Path) -> None:
         ("out.abacus", "FFmpeg writes no format with this suffix"),
         ("missing/out.mp4", "is not a folder"),
         ("", "a folder"),
+        ("/", "a folder"),
     ):
         with pytest.raises(InputError, match=said):
             VideoWriter(tmp_path / where, 25)
@@ -275,10 +290,20 @@ def test_what_cannot_be_written_is_refused_before(tmp_path: Path) -> None:
             (torch.zeros(16, 24), r"expected \(3, H, W\) or"),
             (torch.zeros(1, 16, 24), r"expected \(3, H, W\) or"),
             (torch.zeros(3, 16, 24, dtype=torch.int64), "expected uint8, or floating"),
+            (torch.zeros(3, 16, 24).to(torch.float8_e4m3fn), "expected uint8, or floating"),
             (torch.full((3, 16, 24), float("nan")), "not finite"),
         ):
             with pytest.raises(InputError, match=said):
                 writer.write(frames)
+        for times, until, said in (
+            (1.0, None, "expected a sequence of seconds"),
+            ([1e20], None, "a frame at 1e[+]20 s: expected at most"),
+            ([0.0], 1e30, "until=1e[+]30"),
+        ):
+            with pytest.raises(InputError, match=said):
+                writer.write(smooth()[0], times, until)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="samples are ndarray: expected a tensor"):
+            writer.write_sound(np.zeros((2, 8), np.float32), 8000)  # type: ignore[arg-type]
         writer.write(smooth())
         with pytest.raises(InputError, match="all frames of a video must have one size"):
             writer.write(torch.zeros(3, 32, 24))

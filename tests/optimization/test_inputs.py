@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.optimization import Optimized
+from rooftop.optimization.draws import other_values
 from rooftop.rewrites import Candidate, Rule
 
 Proven = Callable[..., Optimized]
@@ -92,6 +93,11 @@ def test_constant_inputs_are_varied(proven: Proven, x: Tensor) -> None:
     assert "other values: result 0" in refusal(
         proven, Does(nn.Linear(4, 4), lambda layer, x: layer(x.float())), x, remembers
     )
+
+
+def test_the_largest_integer_is_varied_too() -> None:
+    varied = other_values(torch.full((64,), torch.iinfo(torch.int64).max), torch.Generator().manual_seed(0))
+    assert len(varied.unique()) == 64
 
 
 def test_results_that_are_no_tensors_are_compared(proven: Proven) -> None:

@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import json
+import math
 import pickle
 import runpy
 import sys
@@ -606,6 +607,11 @@ def test_scatter_refuses_what_cannot_be_one_batch() -> None:
         scatter(torch.ones(4), TWO, dim=1)
     with pytest.raises(ValueError, match="devices is empty"):
         scatter(torch.ones(4), [])
+
+
+def test_gather_keeps_nan_if_all_replicas_return_it() -> None:
+    (found,) = gather([(float("nan"),), (float("nan"),)], "cpu")
+    assert math.isnan(found)
 
 
 def test_gather_makes_vectors_of_scalars_and_keeps_their_gradients() -> None:

@@ -93,6 +93,12 @@ def test_what_a_rank_has_launched_and_not_ended() -> None:
     assert newest([dump()], {}) is None
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("Char", "int8"), ("Short", "int16"), ("Bool", "bool")])
+def test_dtypes_have_torchs_names(name: str, dtype: str) -> None:
+    (found,) = unfinished([dump({**entry(SUM, "0", 5, "started", 2), "input_dtypes": [name]})], {})
+    assert found.what == f"3x5 {dtype}"
+
+
 def test_groups_that_a_dump_does_not_name_are_those_of_the_process() -> None:
     """gloo's dumps name no groups."""
     one = {**dump(entry("gloo:barrier", "7", 1, "scheduled", 1, [])), "pg_config": {"": {"name": "", "ranks": "[]"}}}

@@ -72,6 +72,7 @@ def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
         ({"WORLD_SIZE": "0"}, "rank 3 of 0"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 in the environment: expected a port, 1 to 65535"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is empty"),
+        ({"TORCHELASTIC_RESTART_COUNT": "first"}, "TORCHELASTIC_RESTART_COUNT='first' in the environment: expected a"),
     ],
 )
 def test_variables_that_are_missing_or_wrong(change: dict[str, str | None], said: str) -> None:

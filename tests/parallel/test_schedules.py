@@ -263,11 +263,15 @@ def test_times_that_are_none_are_refused(options: dict[str, Any], error: type[Ex
         simulate(schedule_of("1f1b", 2, 3), **options)
 
 
+def test_without_any_time_no_rank_is_idle() -> None:
+    assert simulate(schedule_of("1f1b", 2, 3), {"F": 0, "B": 0}).bubble == 0
+
+
 def test_what_is_no_schedule_is_not_simulated() -> None:
     with pytest.raises(TypeError, match="expected a Schedule, got str '1f1b': schedule_of"):
         simulate("1f1b")  # type: ignore[arg-type]
-    for units in ({"F": 1.5, "B": 2}, {"F": "1", "B": 2}):
-        with pytest.raises(ValueError, match="units must be integers, in columns per instruction; got 'F'"):
+    for units in ({"F": 1.5, "B": 2}, {"F": "1", "B": 2}, {"F": 0, "B": 2}):
+        with pytest.raises(ValueError, match="units must be integers of 1 or more, in columns"):
             schedule_of("1f1b", 2, 3).drawn(units)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kinds B, but their seconds are missing:"):
         schedule_of("1f1b", 2, 3).drawn({"F": 1})

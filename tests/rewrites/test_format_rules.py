@@ -1,9 +1,12 @@
-"""Layouts of images in training: results and gradients are the original's, and so are the weights."""
+"""Layouts of images in training: results and gradients are the original's, and so are the weights. Precisions: the
+program's own switches come back."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +139,27 @@ def test_without_convolutions_there_is_nothing_to_change() -> None:
     candidate = Candidate.of(nn.Linear(2, 2), None, training=True)
     assert ChannelsLast().apply(candidate) == ""
     assert candidate.call is candidate.model
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_tf32_is_allowed_and_the_programs_switches_come_back(newer: bool) -> None:
+    """PyTorch refuses to read its older switches once a program has set only the newer ones."""
+    backends: Any = torch.backends
+    products, convolutions = backends.cuda.matmul, backends.cudnn.conv
+
+    def switches() -> tuple[str, str]:
+        return products.fp32_precision, convolutions.fp32_precision
+
+    unchanged = switches()
+    try:
+        if newer:
+            products.fp32_precision = convolutions.fp32_precision = "ieee"
+            with pytest.raises(RuntimeError):
+                assert backends.cudnn.allow_tf32
+        before = switches()
+        with suppress(ZeroDivisionError), format_rules.in_tf32():
+            during = switches()
+            raise ZeroDivisionError
+        assert during == ("tf32", "tf32") != before == switches()
+    finally:
+        products.fp32_precision, convolutions.fp32_precision = unchanged

@@ -81,7 +81,7 @@ def test_wrong_modules() -> None:
         network.add(nn.ReLU(), "a")
     with pytest.raises(TypeError, match="takes modules, got int as '0'"):
         spconv.SparseSequential(3)
-    with pytest.raises(IndexError, match="index 1 is out of range: there are 1 modules"):
+    with pytest.raises(IndexError, match="index 1 is out of range for 1 module"):
         network[1]
     lstm = spconv.SparseSequential(nn.LSTM(2, 2))
     with pytest.raises(TypeError, match="module '0', LSTM, returned tuple for the features: derive it"):

@@ -254,7 +254,7 @@ def test_several_validation_paths_are_mixed(texts: Path, capsys: pytest.CaptureF
         (["--split", ""], "--split : expected numbers"),
         (["--valid-data-path", "0.5", "a", "b"], "--valid-data-path 0.5 a b: b has no weight, but other paths have"),
         (["--valid-data-path", "0.5", "a", "-1", "b"], "--valid-data-path 0.5 a -1 b: a weight must be finite"),
-        (["--split", "9999,1"], "(validation part) has 1 tokens, but a sequence of 16 needs 17"),
+        (["--split", "9999,1"], "(validation part) has 1 token, but a sequence of 16 needs 17"),
         (["--split", "1,9999"], "(training part) has 0 tokens, but a sequence of 16 needs 17"),
         (["--split", "9,1", "--eval-interval", "0"], "--eval-interval"),
         (["--valid-data-path", "no.txt"], "no.txt does not exist"),

@@ -40,7 +40,7 @@ def analyze(
     The model runs on its parameters' device. The arguments are neither moved nor cast. After the analysis, the model's
     weights, buffers, gradients and train flags, the arguments and the random state are as before. If `optimizer` is
     given, its steps change the weights. If the step changes an argument (a cache of keys and values), each run begins
-    with the original argument.
+    with the original argument. NumPy arrays are not restored.
 
     Args:
         target: an `nn.Module` or any other callable. A module runs in eval mode without gradients; with `train=True`

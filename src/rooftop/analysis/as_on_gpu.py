@@ -17,7 +17,6 @@ These replacements apply to one thread and one `with` block. Programs in other t
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -27,13 +26,13 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library
+from torch.nn.attention import flex_attention
 from torch.utils import _foreach_utils
 
 from rooftop.analysis.gpu_operators import CHOSEN_BY_DEVICE
-from rooftop.analysis.gpu_recurrent import RECURRENT_SHAPES
+from rooftop.analysis.gpu_recurrent import RECURRENT_SHAPES, composed
 from rooftop.hardware.observing import LightMode
 
 _THREAD = threading.local()
@@ -115,7 +114,7 @@ def _for_this_thread(func: Any, instead: Callable[..., Any]) -> Callable[..., An
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if _is_active():
             return instead(func, *args, **kwargs)
-        return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        return composed(func, *args, **kwargs)
 
     return kernel
 
@@ -156,20 +155,14 @@ def _let_autocast_reach_the_cpu(stack: ExitStack) -> None:
 
 
 def _let_flex_attention_have_gradients(stack: ExitStack) -> None:
-    """Let flex attention accept CPU tensors that require a gradient, which flex attention would refuse.
-
-    If the module of flex attention is not imported, there is nothing to do, because the program does not use it.
-    """
-    module = sys.modules.get("torch.nn.attention.flex_attention")
-    refuse = getattr(module, "_validate_device", None)
-    if refuse is None:
-        return
+    """Let flex attention accept CPU tensors that require a gradient, which flex attention would refuse."""
+    refuse = flex_attention._validate_device
 
     def refuse_others(*tensors: Any) -> None:
         if not _is_active():
             refuse(*tensors)
 
-    stack.enter_context(mock.patch.object(module, "_validate_device", refuse_others))
+    stack.enter_context(mock.patch.object(flex_attention, "_validate_device", refuse_others))
 
 
 def _autocast_in_force() -> AbstractContextManager[Any]:

@@ -40,6 +40,7 @@ from rooftop.cost.accounting import tensors_in
 from rooftop.hardware.interruptions import pass_on
 from rooftop.hardware.module_paths import ModulePaths, inner_modules, own_parameters
 from rooftop.hardware.running_calls import RunningCalls, caller_of_hook
+from rooftop.words import in_a_line
 
 LOSS, AUTOGRAD, OPTIMIZER = "(loss)", "(autograd)", "(optimizer)"
 """Scopes of operators outside any module: in the forward pass, in the backward pass, and in the optimizer."""
@@ -174,7 +175,7 @@ class ModuleTracker:
                 state = distinct_bytes(tensors_in(list(optimizer.state.values())))
                 refuses |= any(group.get("capturable") is False for group in groups)
             except Exception as error:  # an optimizer of an unknown kind must not end the program
-                self.uncounted[type(optimizer).__name__] = f"{type(error).__name__}: {error}"
+                self.uncounted[type(optimizer).__name__] = in_a_line(error)
                 continue
             read += steps * (2 * parameters + state)
             written += steps * (parameters + state)
@@ -245,7 +246,7 @@ class ModuleTracker:
             scope = self._paths.of_call(module, self._running.names)
         except Exception as error:  # attributes of the module cannot be read
             pass_on(error)
-            self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
+            self.uncounted[type(module).__name__] = in_a_line(error)
             scope = LOSS if self._running.innermost is None else self._running.innermost
         self._running.enter(scope, call, within=torch._C._current_autograd_node())
         self._makers.runs(scope)
@@ -267,7 +268,7 @@ class ModuleTracker:
             self._add_traffic(scope, module, list(tensors_in([args, kwargs])), list(tensors_in(output)))
         except Exception as error:  # tensors of an unknown kind must not end the program
             pass_on(error)
-            self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
+            self.uncounted[type(module).__name__] = in_a_line(error)
 
     def _outside(self) -> str:
         """The scope of the backward nodes that are created after a module has ended."""
@@ -303,7 +304,7 @@ class ModuleTracker:
             self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         except Exception as error:  # this optimizer's class allows no weak references
             pass_on(error)
-            self.uncounted[type(optimizer).__name__] = f"{type(error).__name__}: {error}"
+            self.uncounted[type(optimizer).__name__] = in_a_line(error)
         return self._closure_outside(args, kwargs) if self._is_following else None
 
     def _optimizer_leaving(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

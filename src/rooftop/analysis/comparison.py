@@ -39,6 +39,7 @@ class Change:
 
     @property
     def difference(self) -> float:
+        """After minus before. A quantity that does not exist counts as 0."""
         return (self.after or 0.0) - (self.before or 0.0)
 
 

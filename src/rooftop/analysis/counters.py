@@ -268,7 +268,7 @@ def parse_counters(text: str) -> list[KernelCounters]:
     """
     lines = [line for line in text.splitlines() if line and not line.startswith("==")]
     table = csv.DictReader(lines)
-    missing = {"Kernel Name", "Grid Size", "Block Size", METRICS["ms"]} - set(table.fieldnames or ())
+    missing = {"ID", "Kernel Name", "Grid Size", "Block Size", METRICS["ms"]} - set(table.fieldnames or ())
     if lines and missing:
         raise MeasurementError(f"hardware counters: ncu's table has no column {', '.join(sorted(missing))}")
     return [_launch(row) for row in table if row["ID"]]

@@ -28,7 +28,7 @@ class Counted:
     """Bytes that the operators of a kernel must move, as Rooftop counts them.
 
     Attributes:
-        bytes: None if no operator launches the kernel, or if an operator that launches it has no cost formula.
+        bytes: None if no operator launches the kernel, or if an operator that launches it has no cost.
         shared: whether some of these operators also launch other kernels. The bytes of such an operator are divided
             among its kernels in proportion to the moved bytes, so each of these kernels gets the ratio of the whole
             operator.

@@ -15,6 +15,8 @@ from rooftop.analysis.report_contents import Gaps, OperatorRow, Summary
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.page_faults import NO_FAULTS, PageFaults
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -36,6 +38,7 @@ class Findings:
         faults: page faults of a step; none on a GPU.
         batched: whether more samples need no additional launches. (For a detector's list of images, each further image
             needs additional launches.)
+        device: the device of the step, on which operators are timed again.
         timed: measurements that several rules share, by name.
     """
 
@@ -53,6 +56,7 @@ class Findings:
     batched: bool = True
     host_work: int = 0
     faults: PageFaults = NO_FAULTS
+    device: torch.device = CPU
     timed: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -111,11 +115,6 @@ class Findings:
     @property
     def on_gpu(self) -> bool:
         return self.ceilings.kind == "cuda"
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which operators are timed again."""
-        return torch.device(self.ceilings.kind)
 
     def undisturbed_ms(self, labelled_ms: float) -> float:
         """Scale the time of operators in a step with profiler labels to a step without labels. Without labels, all

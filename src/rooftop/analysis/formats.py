@@ -26,7 +26,7 @@ def percent_interval_text(value: float, low: float, high: float) -> str:
 def quantity_text(value: float) -> str:
     """ "65.7 G": a quantity with a decimal prefix, to be followed by a unit."""
     for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
+        if abs(value) >= 0.9995 * limit:  # three digits would round a value just below the limit up to "1e+03"
             return f"{value / limit:.3g} {prefix}"
     return f"{value:.3g} "
 

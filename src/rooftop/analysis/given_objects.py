@@ -9,7 +9,7 @@ the end, because their values do not affect sizes.
 The target's own state is restored in the same way: attributes of its modules, closures and globals of its functions.
 Objects that the first run creates for later runs (a mask) stay until the end of the measurement, and are then removed.
 Logs (lists of numbers, and variables that are numbers) are never restored. If a callable other than a module changes
-weights (trains), none of its own state is restored.
+weights (trains), none of its own state is restored. NumPy arrays are not restored either.
 """
 
 from __future__ import annotations
@@ -124,18 +124,20 @@ class GivenObjects:
                 "not restored when the step changes them."
             )
         if self.changed:
-            names = ", ".join(self.changed)
-            notes.append(f"The step changes its arguments ({names}): they were restored before each run.")
+            changing = {"its arguments": self._changing, "its own state": self._state.changing}
+            what, names = " and ".join(part for part, those in changing.items() if those), ", ".join(self.changed)
+            notes.append(f"The step changes {what} ({names}), restored before each run.")
         if self._writes:
             notes.append("The step writes to its inputs: each run began with the values that the previous run left.")
         elif self._small:
-            notes.append("The step writes to its inputs: they were restored before each run.")
+            notes.append("The step writes to small tensors (its inputs or its own), restored before each run.")
         if self._lost:
             notes.append(f"Inputs that the step changed could not be restored: {'; '.join(dict.fromkeys(self._lost))}.")
         return notes
 
 
 _PLAIN = {"dict", "list", "set", "deque", "cell", "type"}
+"""Class names that the note about changed objects leaves out if it can name other classes."""
 
 
 class _State:
@@ -174,7 +176,7 @@ class _State:
         Floating-point buffers and buffers of PyTorch's own modules are excluded.
         """
         modules = self._target.modules() if isinstance(self._target, nn.Module) else ()
-        kept = {id(b) for m in modules for b in m._buffers.values() if b is not None and _is_figure(m, b)}
+        kept = {id(b) for m in modules for b in m._buffers.values() if b is not None and _is_statistic(m, b)}
         kept |= {id(tensor) for tensor in besides}
         dense = [t for t in self.tensors if t.layout == torch.strided and not t.is_nested]
         return [t for t in dense if id(t) not in kept and t.nbytes <= SMALL_BYTES]
@@ -192,9 +194,8 @@ class _State:
         known = {id(container.owner) for container in self.containers}
         growing = [each for each in self._after_first if each.is_changed() and not each.logs()]
         self.changing = self.changed() if growing else []
-        if all(
-            id(container.owner) in known for container in growing
-        ):  # restore only what later runs changed too, so that objects that the first run created for later runs stay
+        # Restore only what later runs changed, too, so that objects that the first run created for later runs stay.
+        if all(id(container.owner) in known for container in growing):
             owners = {id(container.owner) for container in growing}
             self.changing = [each for each in self.changing if id(each.owner) in owners]
 
@@ -203,8 +204,9 @@ class _State:
         return [each for each in self.containers if each.is_changed() and not each.logs()]
 
 
-def _is_figure(module: nn.Module, buffer: Tensor) -> bool:
-    """Whether a buffer is not a position: floating-point buffers and buffers of PyTorch's modules are statistics."""
+def _is_statistic(module: nn.Module, buffer: Tensor) -> bool:
+    """Whether a buffer counts as a statistic, not as a position: it is a floating-point buffer, or a buffer of one of
+    PyTorch's modules."""
     return buffer.is_floating_point() or type(module).__module__.startswith("torch.")
 
 
@@ -277,10 +279,15 @@ def _value_of(tensor: Tensor) -> _Value | None:
     in the report says so.
     """
     try:
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-            return None
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or repeats_elements(tensor):
             return None
         return _Value(tensor)
     except (RuntimeError, NotImplementedError, AttributeError):  # a tensor subclass that refuses to be copied
         return None
+
+
+def repeats_elements(tensor: Tensor) -> bool:
+    """Whether a tensor is expanded, so that PyTorch does not allow in-place writes to it."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
 
 from rooftop.analysis.gpu_attention import attention
-from rooftop.analysis.gpu_recurrent import RECURRENT
+from rooftop.analysis.gpu_recurrent import RECURRENT, composed
 
 aten = torch.ops.aten
 
@@ -57,9 +56,9 @@ def _rms_norm(
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
     channels_last = last is not None and not input.is_contiguous() and input.is_contiguous(memory_format=last)
     if input.is_complex() or channels_last or (weight is not None and weight.dtype != input.dtype):
-        composed: Tensor = _composed(func, input, normalized_shape, weight, eps)
-        return composed
-    normed: Tensor = _FusedRMSNorm.apply(input, list(normalized_shape), weight, eps)
+        normed: Tensor = composed(func, input, normalized_shape, weight, eps)
+    else:
+        normed = _FusedRMSNorm.apply(input, list(normalized_shape), weight, eps)
     return normed
 
 
@@ -68,13 +67,8 @@ def _dropout(func: Any, input: Tensor, p: float, train: bool) -> Tensor:
     if train and 0 < p < 1 and input.numel() > 0:
         dropped = aten.native_dropout(input, p, train)[0]
     else:
-        dropped = _composed(func, input, p, train)
+        dropped = composed(func, input, p, train)
     return dropped
-
-
-def _composed(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute an operator from other operators, as PyTorch does on the CPU."""
-    return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 CHOSEN_BY_DEVICE: dict[Any, Callable[..., Any]] = {

@@ -40,7 +40,7 @@ def _layers(
     """Compute all layers and time steps in one cuDNN call."""
     settings = (params, has_biases, num_layers, dropout, train, bidirectional)
     if not _cudnn_takes(input):
-        return _as_on_a_cpu(func, input, hx, *settings, batch_first)
+        return composed(func, input, hx, *settings, batch_first)
     return _cudnn_layers(mode, input, hx, *settings, batch_first, [])
 
 
@@ -60,7 +60,7 @@ def _packed_layers(
     """Compute all layers and time steps in one cuDNN call, for sequences of several lengths."""
     settings = (params, has_biases, num_layers, dropout, train, bidirectional)
     if not _cudnn_takes(data):
-        return _as_on_a_cpu(func, data, batch_sizes, hx, *settings)
+        return composed(func, data, batch_sizes, hx, *settings)
     return _cudnn_layers(mode, data, hx, *settings, False, _values(batch_sizes, func))
 
 
@@ -171,8 +171,9 @@ def _gru_cell(
     return new_hidden
 
 
-def _as_on_a_cpu(func: Any, *args: Any) -> Any:
-    return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args)
+def composed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute an operator from other operators, as PyTorch does on the CPU."""
+    return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 RECURRENT: dict[Any, Callable[..., Any]] = {

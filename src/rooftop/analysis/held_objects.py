@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rooftop.hardware.source_lines import LIBRARIES
 
-MOST_ENTRIES = 200_000  # limit of visited entries
+MOST_ENTRIES = 200_000  # largest number of entries that a search visits
 
 _CLOSED = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType),
@@ -304,7 +304,7 @@ def _of_class(kind: type) -> Iterator[Container]:
     """The attributes of a class. The search only follows the methods of the class, and never restores them."""
     code = (*_CODE, types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
     named = {name: part for name, part in vars(kind).items() if not (name.startswith("__") and name.endswith("__"))}
-    yield _passed(kind, [part for name, part in vars(kind).items() if isinstance(part, _CODE)])
+    yield _passed(kind, [part for part in vars(kind).values() if isinstance(part, _CODE)])
     for name in [name for name, part in named.items() if not isinstance(part, code)]:
         yield _place(
             kind, partial(vars(kind).__getitem__, name), partial(setattr, kind, name), partial(delattr, kind, name)

@@ -166,7 +166,7 @@ class PlainInstrument:
 
 
 def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
-    """Total idle time of the device between two kernels with the end of a blocking call between them."""
+    """Total time for which the device was idle between two kernels, if a blocking call ended between their starts."""
     idle_ns, position = 0, 0
     starts = sorted(kernel.start_ns for kernel in kernels)
     ends = sorted(kernel.end_ns for kernel in kernels)
@@ -180,7 +180,7 @@ def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
         seen.add(position)
         # The device has been idle since the previous kernel ended. Time in which kernels still run after the call
         # returned is not idle time.
-        idle_ns += max(0, starts[position] - max(ends[position - 1], 0))
+        idle_ns += max(0, starts[position] - ends[position - 1])
     return idle_ns / 1e6
 
 
@@ -188,6 +188,7 @@ LAUNCHING_CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cud
 
 
 def _launched(events: Iterable[Any]) -> tuple[float, ...]:
+    """When each launch ended (see `Plain.launched`); () if the step launched nothing."""
     starts = [e.start_ns() for e in events if e.name() == STEP_LABEL and e.device_type().name == "CPU"]
     ends = sorted(e.start_ns() + e.duration_ns() for e in events if e.name().startswith(LAUNCHING_CALLS))
     if not starts or not ends or ends[-1] <= starts[0]:
@@ -263,7 +264,7 @@ class LabelledInstrument:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stack.close()
+        self._stack.__exit__(kind, error, tb)  # do not read the events of a failed step
         if error is not None:
             return
         records = [_as_it_ran(record) for record in self._counted.records]
@@ -284,7 +285,8 @@ RECORDED_OBJECTS = 200_000  # the objects in the records of some 15,000 operator
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Within the block, let Python collect garbage only after 200,000 new objects instead of 700.
+    """Within the block, let Python collect garbage only after 200,000 new objects. Python's default is
+    700 or 2,000, by its version.
 
     Otherwise, garbage collections would visit the records made so far again and again, although none of them is
     garbage. These visits would take longer than making the records.

@@ -63,7 +63,7 @@ class _Weight:
             self._parameter.data = self._data  # the values in the old memory may have changed as well
         if self._before is None:
             return not moved and self._parameter._version == self._version
-        if not torch.equal(self._data.to("cpu"), self._before):  # writes to `.data` do not count as a version
+        if not torch.equal(self._data.to("cpu"), self._before):  # a write to `.data` does not change the version
             with torch.no_grad():
                 self._parameter.copy_(self._before)
         return True

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rooftop.hardware.kernel_times import is_device_work
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -35,18 +37,9 @@ def device_kernels(events: Iterable[Any]) -> list[Kernel]:
     kernels = [
         Kernel(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id(), e.linked_correlation_id())
         for e in events
-        if e.device_type().name == "CUDA" and e.duration_ns() > 0 and not e.is_user_annotation() and _is_work(e)
+        if e.device_type().name == "CUDA" and e.duration_ns() > 0 and not e.is_user_annotation() and is_device_work(e)
     ]
     return sorted(kernels, key=lambda kernel: kernel.start_ns)
-
-
-def _is_work(event: Any) -> bool:
-    """Whether a device event is a kernel, copy or fill, not a wait for an event or a stream.
-
-    Older profilers do not report the type of an event, so all their events count.
-    """
-    kind = event.activity_type() if hasattr(event, "activity_type") else ""
-    return not kind or kind in ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
 
 
 def busy_ms(kernels: Iterable[Kernel]) -> float:
@@ -86,7 +79,7 @@ def kernels_by_label(events: Sequence[Any], prefix: str) -> tuple[dict[int, list
 
 
 def _is_runtime_call(event: Any) -> bool:
-    return event.name().startswith(("cuda", "cu")) and not event.name().startswith("cudnn")
+    return event.name().startswith("cu") and not event.name().startswith("cudnn")
 
 
 class _Labels:

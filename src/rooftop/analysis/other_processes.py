@@ -25,6 +25,8 @@ from unittest.mock import patch
 
 import psutil
 
+from rooftop.words import counted
+
 LOOK_EVERY_S = 0.5
 # If a script starts only programs (no workers, no forks), the report omits them if their total CPU time is below this
 # share of the script's own CPU time, or below `LEAST_S`.
@@ -154,7 +156,7 @@ def _named(kind: str, name: str, group: list[_Child]) -> str:
     time_said = f" ({seen_s:.1f} s of CPU time)" if seen_s >= 0.05 else ""
     plural = "es" if count > 1 else ""
     if kind == LOADER:
-        return f"{count} DataLoader worker{'s' if count > 1 else ''}{time_said}"
+        return f"{counted(count, 'DataLoader worker')}{time_said}"
     if kind == WORKER:
         return f"{count} process{plural} of multiprocessing ({name}){time_said}"
     if kind == FORK:
@@ -163,9 +165,12 @@ def _named(kind: str, name: str, group: list[_Child]) -> str:
 
 
 def _program(arguments: Any) -> str:
-    """The name of the program that is started."""
-    first = arguments if isinstance(arguments, (str, bytes, os.PathLike)) else next(iter(arguments), "")
-    return os.path.basename(os.fsdecode(first).split(" ")[0])
+    """The name of the program that these arguments of `Popen` start: the first word of a command line, or the first
+    argument."""
+    if isinstance(arguments, (str, bytes)):
+        return os.path.basename(os.fsdecode(arguments).partition(" ")[0])
+    first = arguments if isinstance(arguments, os.PathLike) else next(iter(arguments), "")
+    return os.path.basename(os.fsdecode(first))
 
 
 def _cpu_s(process: psutil.Process) -> float:

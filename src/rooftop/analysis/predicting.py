@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -49,6 +50,11 @@ from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
 from rooftop.hardware.observing import LightMode
 from rooftop.words import in_a_line
+
+_predicting = threading.RLock()
+"""This lock lets predictions in several threads run one after another. Each prediction restores globals and caches, and
+then searches all memory for its fake tensors, which another prediction might still hold or put back.
+"""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -99,9 +105,10 @@ def predict(
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"predict(dtype={dtype!r}): expected a floating-point dtype, e.g. torch.bfloat16")
-    step = copy_context().run(_counted_step, target, args, kwargs, ceilings.kind, train, optimizer, loss, dtype)
-    if step.ended is not None:
-        require_no_fakes(step.ended, step.name, step.emptied)
+    with _predicting:
+        step = copy_context().run(_counted_step, target, args, kwargs, ceilings.kind, train, optimizer, loss, dtype)
+        if step.ended is not None:
+            require_no_fakes(step.ended, step.name, step.emptied)
     records, tracker = step.records, step.tracker
     if not any(record.cost is not None and _works(record) for record in records):
         raise InputError(f"nothing to predict: {step.name} runs no operator with a cost formula")
@@ -132,7 +139,7 @@ def predict(
         "Nothing was run; real kernels are slower."
     ]
     if uncovered:
-        notes.append(f"Operators without a formula are missing from the prediction: {', '.join(uncovered)}.")
+        notes.append(f"Operators without a cost are missing from the prediction: {', '.join(uncovered)}.")
     return Report(
         target=name or step.name,
         mode="training" if train else "inference" if isinstance(target, nn.Module) else "callable",
@@ -192,6 +199,8 @@ def _counted_step(
         if optimizer is not None:
             with _Untouched(mode):  # the optimizer reads the value of a learning rate that is a tensor
                 stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
+            if stepper is None:
+                raise TypeError(f"predict(optimizer={optimizer!r}): the function returned None, expected an optimizer")
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
         unchanged = left_as_they_were([target, loss, optimizer], logs=program.module is None)
@@ -299,13 +308,19 @@ def _faked(
             )
     except Exception as error:  # copying an object runs its own code
         raise InputError(
-            "cannot be predicted: copying the model and its inputs with fake tensors failed "
+            "the program cannot be predicted: copying the model and its inputs with fake tensors failed "
             f"({in_a_line(error)}); analyze it on a real machine instead"
         ) from error
 
 
 def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
-    """A fake CPU tensor in place of a real tensor."""
+    """A fake CPU tensor in place of a real tensor.
+
+    Raises:
+        ValueError: the tensor is a lazy parameter, or is sparse, nested or quantized.
+    """
+    if is_lazy(value):
+        raise ValueError("a lazy module's parameters have no shape before its first call: run the model once")
     if isinstance(value, nn.Parameter):
         parameter = nn.Parameter(_fake(value.detach(), mode, dtype), requires_grad=value.requires_grad)
         if value.requires_grad:
@@ -374,8 +389,7 @@ def _uncopied_in(value: Any) -> list[Any]:
         return [value]
     if isinstance(value, PackedSequence):
         return [value.batch_sizes]
-    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
-    if flex_attention is not None and isinstance(value, flex_attention.BlockMask):
+    if isinstance(value, BlockMask):
         return [each for each in vars(value).values() if isinstance(each, Tensor)]
     return []
 
@@ -393,7 +407,7 @@ class _DataStays(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and not isinstance(args[0], FakeTensor):
             raise InputError(
-                "cannot be predicted: the program assigns to .data of a tensor that it holds, and a prediction "
+                "the program cannot be predicted: it assigns to .data of a tensor that it holds, and a prediction "
                 "would lose the values; analyze it on a real machine instead, or predict the module itself"
             )
         return func(*args, **(kwargs or {}))

@@ -314,7 +314,7 @@ def assembled(
     if tracker.uncounted:
         (name, why), *others = tracker.uncounted.items()
         notes.append(
-            f"The inputs and outputs of {name}{f' and {len(others)} other classes' if others else ''} could not be "
+            f"The inputs and outputs of {name}{f' and of {len(others)} more' if others else ''} could not be "
             f"counted ({why}): their fused roof is the sum over their parts."
         )
     return Profile(

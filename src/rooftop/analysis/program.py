@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rooftop.analysis.compiled.finding import has_compiled_parts
-from rooftop.analysis.given_objects import GivenObjects
+from rooftop.analysis.given_objects import GivenObjects, repeats_elements
 from rooftop.analysis.kept_weights import weights_kept
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError, ModelRunError, RooftopError
@@ -56,9 +56,9 @@ class Program:
         compile: bool | str = False,
     ) -> None:
         if not callable(target):
-            raise TypeError(f"analyze expects a module or a callable, got {type(target).__name__}")
+            raise TypeError(f"expected a module or another callable, got {type(target).__name__}")
         if not train and (optimizer is not None or loss is not None):
-            raise ValueError("analyze(optimizer=..., loss=...) needs train=True")
+            raise ValueError("optimizer=... and loss=... need train=True: without it there is no backward pass")
         if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "step")):
             raise TypeError(
                 f"optimizer={optimizer!r}: expected an optimizer, e.g. torch.optim.SGD(model.parameters(), lr=0.1)"
@@ -72,12 +72,13 @@ class Program:
         self.train = train
         self.optimizer = optimizer
         self._loss = loss
-        self._output_gradients: list[Tensor] | None = None
+        self._output_gradients: list[Tensor] = []
+        self._output_shapes: list[tuple[int, ...]] = []
         self._given: GivenObjects | None = None  # set inside `preserved`
         self.notes: list[str] = []
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"analyze measures on cpu and cuda devices, but {self.name} or its input is on {self.device}"
+                f"expected a program on a cpu or cuda device, but {self.name} or its input is on {self.device}"
             )
 
     @property
@@ -192,8 +193,9 @@ class Program:
         if len(roots) == 1 and roots[0].numel() == 1:
             roots[0].backward()
             return
-        if self._output_gradients is None:
-            self._output_gradients = [torch.randn_like(t) for t in roots]
+        shapes: list[tuple[int, ...]] = [() if t.is_nested else t.shape for t in roots]
+        if shapes != self._output_shapes:
+            self._output_shapes, self._output_gradients = shapes, [torch.randn_like(t) for t in roots]
         torch.autograd.backward(roots, self._output_gradients)
 
     def _explanation(self, error: BaseException) -> str:
@@ -252,7 +254,7 @@ def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
     flags = [(child, child.training) for child in children]
     buffers = [(child, dict(child._buffers)) for child in children]
     held = [buffer for _, named in buffers for buffer in named.values() if buffer is not None]
-    values = [(buffer, buffer.clone()) for buffer in held if not (is_lazy(buffer) or _repeats_elements(buffer))]
+    values = [(buffer, buffer.clone()) for buffer in held if not (is_lazy(buffer) or repeats_elements(buffer))]
     try:
         if module is not None:
             module.train(train)
@@ -300,13 +302,6 @@ def _inner_optimizers_undone(known: torch.optim.Optimizer | None) -> Iterator[No
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {name: part.clone() if isinstance(part, Tensor) else part for name, part in state.items()}
-
-
-def _repeats_elements(buffer: Tensor) -> bool:
-    """Whether a buffer is expanded, so that PyTorch does not allow in-place writes to it."""
-    if buffer.layout != torch.strided or buffer.is_nested:
-        return False
-    return any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
 
 
 def _checked(loss: Any) -> Tensor:

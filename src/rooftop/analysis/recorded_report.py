@@ -20,6 +20,7 @@ from rooftop.analysis.stages import UNDISTURBED, Laps, Watched
 from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.sequences import StepTime
+from rooftop.words import counted
 
 FIRST_STEPS = 3  # number of first steps whose durations a note lists
 
@@ -87,7 +88,7 @@ def recorded_report(
     elif traced and laps.plain is None:
         said.append(
             "No trace was written: a trace needs one step after the warm-up, recorded without labels, and the "
-            f"program ran only {laps.steps} steps."
+            f"program ran only {counted(laps.steps, 'step')}."
         )
     profile = assembled(device, [each.labelled for each in labelled], wall, plain, labelled[-1].seen, graphs)
     profile = replace(profile, faults=laps.faults)
@@ -113,8 +114,9 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
             "without it Rooftop sees no work on a GPU or in compiled code: run the program without its own profiler"
         )
     if least:
+        steps = counted(max(laps.steps for laps in recorded), "step")
         raise InputError(
-            f"nothing to report: the program ended after {_steps(max(laps.steps for laps in recorded))}. With NCCL, "
+            f"nothing to report: the program ended after {steps}. With NCCL, "
             "all steps after a profiler are slower, so the first steps are timed before the profiler starts: run "
             f"{least} steps or more"
         )
@@ -141,9 +143,10 @@ def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
     before = StepTime.of_loop(laps.steady_before_ms)
     if after is not None and before.ms >= after.low_ms:
         return after, []
-    said = f"The wall time is that of {_steps(before.steps)} before the profiler began."
+    said = f"The wall time is that of {counted(before.steps, 'step')} before the profiler began."
     if after is not None:
-        said += f" With CUPTI still attached, {_steps(after.steps)} after the profiler took {time_text(after.ms)} each."
+        later = counted(after.steps, "step")
+        said += f" With CUPTI still attached, {later} after the profiler took {time_text(after.ms)} each."
     return before, [said]
 
 
@@ -155,8 +158,10 @@ def _of_few(
     last = labelled[-1]
     if laps.undisturbed_ms and last.steps > 1 - (last is laps.whole):
         wall = StepTime.of_loop(laps.undisturbed_ms)
-        how = f"The wall time is from {_steps(wall.steps)} that ran undisturbed; the operators' times are from "
-        how += f"{_steps(len(labelled))} that ran under labels."
+        how = (
+            f"The wall time is from {counted(wall.steps, 'step')} that ran undisturbed; the operators' times are from "
+        )
+        how += f"{counted(len(labelled), 'step')} that ran under labels."
     else:
         ms = max(0.0, last.ms - label_ms * len(last.labelled.records))
         wall = StepTime.of_loop([ms])
@@ -165,14 +170,10 @@ def _of_few(
         what = "the block" if last.cut is False else f"the first {len(last.labelled.records):,} operators of the block"
         how = f"The report covers {what}, run once, including start-up, without torch.compile. {how}"
     elif last is laps.whole and last.steps > 1:
-        how = f"The report covers {_steps(last.steps)} together. {how}"
+        how = f"The report covers {counted(last.steps, 'step')} together. {how}"
     else:
-        how = f"There {'was' if laps.steps == 1 else 'were'} only {_steps(laps.steps)}. {how}"
+        how = f"There {'was' if laps.steps == 1 else 'were'} only {counted(laps.steps, 'step')}. {how}"
     return labelled, wall, [f"{how} With {needed} steps or more, steps are timed undisturbed."]
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _beginning(laps: Laps, start_up: StartUp | None, label_ms: float) -> list[str]:
@@ -187,7 +188,8 @@ def _beginning(laps: Laps, start_up: StartUp | None, label_ms: float) -> list[st
     durations = ", ".join(
         f"{time_text(lap.ms)}{'' if lap.stage in (*UNDISTURBED, 'unwatched') else ' (watched)'}" for lap in first
     )
-    said.append(f"Its first steps took {durations}{', the first including start-up' if start_up is None else ''}.")
+    steps = "steps" if len(first) > 1 else "step"
+    said.append(f"Its first {steps} took {durations}{', the first including start-up' if start_up is None else ''}.")
     return [f"{' '.join(said)} The wall time is from later steps."] if laps.is_complete else [" ".join(said)]
 
 

@@ -70,6 +70,7 @@ from rooftop.analysis.step_finding import MOST_INNER_STEPS, Level, StepFinder
 from rooftop.hardware import cupti
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
 from rooftop.hardware.sequences import synchronize
+from rooftop.words import counted
 
 __all__ = ["NEEDED", "Recording", "recording"]
 
@@ -462,7 +463,7 @@ class Recording:
 
         Raises:
             RuntimeError: the block has not ended, or ended with an exception.
-            InputError: no operator ran in the block.
+            InputError: no operator was recorded. The message says why.
         """
         if self._failed or self._open or not self._served:
             raise RuntimeError("there is no report: the recorded block has not ended, or ended with an exception")
@@ -522,7 +523,7 @@ class Recording:
         """Why `rank_row` is None, as the rest of a sentence that begins with "its script"."""
         if self._profilers.used:
             return "has its own profiler, and only one profiler can run"
-        return f"ended after {self.steps} steps, too few to measure communication"
+        return f"ended after {counted(self.steps, 'step')}, too few to measure communication"
 
     @property
     def said_of_threads(self) -> str:
@@ -593,13 +594,14 @@ def recording(
     """
     try:
         where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"recording(device={device!r}): expected a cpu or cuda device") from error
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"recording(device={device!r}): expected a cpu or cuda device")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"recording(device={device!r}): this machine has {torch.cuda.device_count()} GPUs, numbered from cuda:0"
+            f"recording(device={device!r}): this machine has {counted(torch.cuda.device_count(), 'GPU')}, numbered "
+            "from cuda:0"
         )
     if ceilings is not None:
         require_ceilings(ceilings, "recording").require_kind(where.type)

@@ -25,7 +25,7 @@ from rooftop.hardware.defaults import usual_defaults
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
-MOST_BYTES = 0.4  # maximum memory of one call, as a share of the free memory
+MOST_BYTES = 0.4  # maximum size of a call's input tensors, as a share of the free memory
 MOST_SECONDS = 1.0  # on a CPU, maximum seconds for all calls of one measurement together
 SLOW_MS = 100.0  # on a CPU, a call that takes longer than this is timed on its first run
 
@@ -75,7 +75,8 @@ def times_again(
 def _times_on_gpu(calls: Sequence[_Repeated], device: torch.device, repeats: int) -> list[Times | None]:
     accepted = [call.accepted() for call in calls]
     variants = [Variant(call.run, call.prepare, repeats) for call, good in zip(calls, accepted, strict=True) if good]
-    runs = kernel_times(variants, device) if variants else []
+    with torch.cuda.device(device):  # the markers between the calls run on the current device
+        runs = kernel_times(variants, device) if variants else []
     times = iter([[sum(kernels) for kernels in each] for each in runs])
     return [_times_of(next(times)) if good else None for good in accepted]
 
@@ -141,8 +142,8 @@ class _Repeated:
         return self.ms
 
     def accepted(self) -> bool:
-        """Whether PyTorch accepts the call and the device has enough memory for it. This runs the call once, so that
-        libraries choose their kernels.
+        """Whether PyTorch accepts the call and the device has enough memory for it (see `MOST_BYTES`). This runs the
+        call once, so that libraries choose their kernels.
         """
         if _bytes(self._spec) > MOST_BYTES * _free_bytes(self._device):
             return False
@@ -204,7 +205,7 @@ def _tensors(spec: CallSpec) -> list[TensorSpec]:
 
 
 def _bytes(spec: CallSpec) -> int:
-    return sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in _tensors(spec))
+    return sum(t.bytes for t in _tensors(spec))
 
 
 def _free_bytes(device: torch.device) -> int:

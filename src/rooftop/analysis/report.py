@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,13 @@ class Report(ReportContents):
     `ReportContents`."""
 
     def table(self, rows: int = 12) -> str:
-        """The summary, the opportunities and the `rows` slowest operators as text."""
+        """The summary, the opportunities and the `rows` slowest operators as text.
+
+        Raises:
+            ValueError: `rows` is negative.
+        """
+        if rows < 0:
+            raise ValueError(f"table(rows={rows}): expected 0 or more")
         from rooftop.analysis.text import render_text  # rich takes a while to import
 
         return render_text(self, rows)
@@ -75,6 +82,10 @@ class Report(ReportContents):
             later = {"memory", "peak_bytes", "compilation", "predicted", "ranks"}
             values = {name: plain[name] for name in cls.__dataclass_fields__ if name not in later}
             values["inputs"], values["notes"] = tuple(plain["inputs"]), tuple(plain["notes"])
+            for text in (plain["target"], plain["mode"], plain["created"], plain["device"]["name"]):
+                _text("target, mode, created or device", text)
+            for text in (*values["inputs"], *values["notes"]):
+                _text("an input or a note", text)
             values["summary"] = _from(Summary, plain["summary"])
             if values["summary"].wall_ms <= 0:
                 raise ValueError(
@@ -88,7 +99,9 @@ class Report(ReportContents):
             values["ops"] = tuple(_operator(row) for row in plain["ops"])
             values["modules"] = _module(plain["modules"])
             values["advice"] = tuple(_from(Advice, item) for item in plain["advice"])
-            values["memory"] = tuple((float(ms), int(size)) for ms, size in plain["memory"]["timeline"])
+            values["memory"] = tuple((ms, size) for ms, size in plain["memory"]["timeline"])
+            for number in (*chain.from_iterable(values["memory"]), plain["memory"]["peak_bytes"]):
+                _number("memory", number)
             values["compilation"] = _compilation(plain.get("compilation"))
             values["ranks"] = Ranks.from_dict(plain["ranks"]) if plain.get("ranks") else None
             values["predicted"] = bool(plain.get("predicted", False))
@@ -180,14 +193,15 @@ def _compilation(plain: Mapping[str, Any] | None) -> Compilation | None:
         return None
     breaks = tuple(_from(GraphBreak, item) for item in plain["graph_breaks"])
     again = tuple(_from(Recompilation, item) for item in plain["recompilations"])
-    return Compilation(plain["graphs"], plain["kernels"], plain["seconds"], breaks, again)
+    compilation: Compilation = _from(Compilation, {**plain, "graph_breaks": breaks, "recompilations": again})
+    return compilation
 
 
 def _from(kind: Any, plain: Mapping[str, Any]) -> Any:
     """A dataclass from a dict. The dict may also hold derived properties, and may lack fields that have a default.
 
     Raises:
-        KeyError, TypeError: a field is missing, or a value is not a number.
+        KeyError, TypeError: a field is missing, or a value that should be a number or a text is not.
     """
     given = {}
     for name, declared in kind.__dataclass_fields__.items():
@@ -197,9 +211,16 @@ def _from(kind: Any, plain: Mapping[str, Any]) -> Any:
         optional = declared.type in ("int | None", "float | None")
         if declared.type in ("int", "float") or (optional and plain[name] is not None):
             _number(name, plain[name])
+        if declared.type == "str":
+            _text(name, plain[name])
     return kind(**given)
 
 
 def _number(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise TypeError(f"{name} is {value!r}, expected a finite number")
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}, expected a text")

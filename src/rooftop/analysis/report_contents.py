@@ -29,7 +29,8 @@ class OperatorRow:
         bound: the limit that sets the roof: "memory", "compute", "launch", "none" (a view) or "uncovered".
         modules: paths of the modules that called the operator.
         kernels: names of its kernels, copies and fills on the device.
-        uncovered: why the operator has no cost formula; "" if it has one.
+        uncovered: why the operator has no cost (it has no formula, its formula failed, or the machine's rate for its
+            precision is unknown); "" if it has a cost.
     """
 
     name: str
@@ -93,7 +94,8 @@ class ModuleNode:
         for part in path.split(".") if path else ():
             match = next((child for child in node.children if child.name == part), None)
             if match is None:
-                raise KeyError(f"no module {path!r}: {node.name!r} has {[c.name for c in node.children]}")
+                where, names = repr(node.name) if node.name else "the root", [child.name for child in node.children]
+                raise KeyError(f"no module {path!r}: {where} has {', '.join(names) or 'no modules'}")
             node = match
         return node
 
@@ -236,7 +238,7 @@ class ReportContents:
             "callable"; for a recording "recorded" or, for example, "60 recorded steps".
         device, versions, ceilings: the machine, as plain dicts like those in the JSON.
         summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that is
-            spent in operators with a cost formula (in a prediction, the fraction of operators with a formula).
+            spent in operators with a cost (in a prediction, the fraction of operators with a cost).
         ops: operators, the longest time first.
         modules: the root of the module tree.
         advice: the largest gain first.
@@ -269,7 +271,7 @@ class ReportContents:
 
     @property
     def uncovered(self) -> list[OperatorRow]:
-        """Operators without a cost formula, the longest time first."""
+        """Operators without a cost, the longest time first."""
         return [row for row in self.ops if row.bound == "uncovered"]
 
     @property

@@ -76,6 +76,7 @@ def report_of(
         batched=batched,
         host_work=profile.host_work,
         faults=profile.faults,
+        device=profile.device,
     )
     return Report(
         target=target,

@@ -30,6 +30,7 @@ from rooftop.analysis.script_surroundings import Surroundings, end_of_child, roo
 from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.traces import let_profiler_say_its_word
+from rooftop.words import in_a_line
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ScriptRun:
     Attributes:
         report: the report. None if the script ran too little for a report; always None on ranks other than the first.
         status: exit status of the script.
-        problem: one line that says why the script failed or has no report; "" if neither applies.
+        problem: why the script failed or has no report; "" if neither applies.
         error: the exception that the script raised; KeyboardInterrupt means Ctrl-C.
         traceback: Python's output for the error; "" if the script's own `sys.excepthook` has printed it.
         resume: restores the script's final environment (`sys.argv`, `sys.path`, `sys.stdout`, the current folder,
@@ -77,6 +78,7 @@ def run_script(
 
     Raises:
         InputError: there is no such file.
+        TypeError, ValueError, CeilingsFileError: as for `rooftop.recording`.
     """
     script = Path(path)
     if not script.is_file():
@@ -123,20 +125,13 @@ def run_script(
             status, problem, error = 130, "interrupted", interrupted
         except BaseException as raised:  # also asyncio.CancelledError and others that do not derive from Exception
             status, error = 1, raised
-            problem = f"{script} raised {type(raised).__name__}: {_said(raised)}{_line(raised, script)}"
+            problem = f"{script} raised {in_a_line(raised)}{_line(raised, script)}"
         if error is not None and not told and sys.excepthook is not hook:
             after_hook, told = _hooked(sys.excepthook, error, _from_script_on(error, script)), True
             status = status if isinstance(error, KeyboardInterrupt) else after_hook
     sys.excepthook = hook
     run = replace(_reported(recorded, others, several, status, problem, error), resume=surroundings.again)
     return run if told or error is None else replace(run, traceback=_traceback(error, script))
-
-
-def _said(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return "<it cannot be printed>"
 
 
 def _hooked(hook: Callable[..., Any], failure: BaseException, trace: TracebackType | None) -> int:

@@ -116,11 +116,8 @@ class StepFinder:
         # the optimizer whose step has ended, but whose label is still open
         self._stepped: torch.optim.Optimizer | None = None
         self._led = 0  # number of steps of the leading marker
-        self._others = (
-            WeakIdKeyDictionary()
-            # a marker other than the leading marker -> the `_Other` of that marker; markers without an object have the
-            # finder as key
-        )
+        # each marker other than the leading one -> its `_Other`; a marker without an object has the finder as its key
+        self._others = WeakIdKeyDictionary()
         self._is_over = False
         self._around = ExitStack()
         self._calls_patched = ExitStack()

@@ -82,7 +82,7 @@ def _uncovered(report: ReportContents) -> str:
     names = list(dict.fromkeys(row.name for row in report.uncovered))
     if not names:
         return ""
-    return f" (without a formula: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    return f" (uncovered: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
 def _gaps(report: ReportContents) -> Table:

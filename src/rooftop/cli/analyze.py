@@ -25,15 +25,10 @@ from rooftop.analysis import Report, analyze, fake_tensors, predict
 from rooftop.analysis.counters import KernelCounters, KernelRow, counted_step, hardware_counters, kernel_rows
 from rooftop.analysis.counters_table import counters_table
 from rooftop.analysis.program import Program
-from rooftop.analysis.ranks.lockstep import (
-    distributed,
-    first_rank,
-    on_all_ranks,
-    process_group,
-    several_ranks,
-)
+from rooftop.analysis.ranks.lockstep import distributed, first_rank, on_all_ranks, process_group, several_ranks
 from rooftop.analysis.scripts import ScriptRun, run_script
-from rooftop.analysis.text import WIDTH, renderable
+from rooftop.analysis.text import renderable
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
 from rooftop.cli.progress import progress_bar
@@ -69,7 +64,7 @@ def run(
     html_path = None if no_html else output or Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', target)}.html")
     if not first_rank():  # only the first rank writes and prints
         json_path = html_path = trace = None
-    check_outputs({"HTML": [html_path], "JSON": [json_path, trace]})
+    check_outputs({"HTML": [html_path], "JSON": [trace]}, json_path)
     if trace is not None and trace.exists() and not trace.is_file():
         raise click.BadParameter(f"{trace} is not a regular file", param_hint="--trace")
     if html_path is not None:
@@ -136,7 +131,7 @@ def _show(
     rows: int,
     counted: list[KernelRow] | None = None,
 ) -> None:
-    """Write the files, print the table, and name the written files."""
+    """Write the files, print the table, and name the written files. With `--json -`, print only the JSON."""
     if html_path is not None:
         report.to_html(html_path)
     if json_path == STANDARD_OUTPUT:
@@ -144,7 +139,7 @@ def _show(
         return
     if json_path is not None:
         report.to_json(json_path)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = output_console()
     console.print(renderable(report, rows))
     if counted is not None:
         console.print(counters_table(counted, report, rows))
@@ -206,7 +201,7 @@ def _told_once() -> Iterator[None]:
 
 
 def _counted(words: Sequence[str]) -> list[KernelCounters]:
-    """The hardware counters of the same step, which ncu reads in a second process."""
+    """Repeat this command for one step in a second process, and return the hardware counters that ncu reads there."""
     with Console(stderr=True).status("Nsight Compute counts each kernel of one step"):
         verb = words.index("analyze") + 1
         return hardware_counters([sys.executable, "-m", "rooftop", *words[:verb], "--counted-step", *words[verb:]])

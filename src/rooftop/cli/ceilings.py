@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import check_writable, write_json
 from rooftop.cli.progress import progress_bar
@@ -33,7 +33,7 @@ def run(refresh: bool, forget: bool, device: str | None, json_path: Path | None,
         ceilings.save(output)
     if write_json(json_path, ceilings.to_dict()):
         return
-    console = Console()
+    console = output_console()
     console.print(f"[bold]{ceilings.device}[/bold]  measured {ceilings.measured_at}, threads {ceilings.threads}")
     console.print(_memory(ceilings))
     console.print(_rates(ceilings))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
@@ -42,7 +40,7 @@ def run_inspect(folder: Path, verify: bool, json_path: Path | None) -> None:
             saved.verify(progress)
     if write_json(json_path, _found(record, saved, verify)):
         return
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = output_console()
     head = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     head.add_column(no_wrap=True)
     head.add_column(overflow="fold")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,19 +9,14 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from rooftop.analysis.text import WIDTH
-from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
+from rooftop.cli.consoles import output_console
+from rooftop.cli.outputs import check_json, write_json
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.trained_models import (
-    engine_of,
-    seeded,
-    skipped_ones_named,
-)
+from rooftop.cli.trained_models import engine_of, seeded, skipped_ones_named
 from rooftop.errors import InputError, MissingExtraError
 from rooftop.inference import Engine
 from rooftop.media import DamagedVideoError, VideoReader
@@ -41,7 +34,6 @@ from rooftop.models import (
 )
 from rooftop.models.images import IMAGENET
 from rooftop.models.weights.trained_files import trained_file
-from rooftop.whole_files import write_whole
 
 
 def run(
@@ -60,11 +52,9 @@ def run(
     """Run the command that `rooftop.cli.commands.classify:command` describes."""
     if weights is not None and seed is not None:
         raise click.UsageError("expected either --weights or --random-weights SEED (an untrained model), got both")
-    to_stdout = json_path == STANDARD_OUTPUT
     pictures, videos = _told_apart(paths)
     found = find_images(pictures)
-    if json_path is not None and not to_stdout:
-        check_writable(json_path, [*found, *videos, *([] if weights is None else [Path(weights)])])
+    check_json(json_path, [*found, *videos, *([] if weights is None else [Path(weights)])])
     if not skip_unreadable:
         check_images(found)  # check the files before any download begins
     for video in videos:
@@ -103,14 +93,8 @@ def run(
                     clips[-1].frames.append(frame)
             except DamagedVideoError as error:  # report the damage after the results
                 clips[-1].damage = error
-    if json_path is not None:
-        plain = {"photographs": [_plain(photo) for photo in photographs], "videos": [clip.plain() for clip in clips]}
-        text = json.dumps({"model": model, "weights": weights, "seed": seed, **plain}, indent=1) + "\n"
-        if to_stdout:
-            click.echo(text, nl=False)
-        else:
-            write_whole(json_path, text)
-    if not to_stdout:
+    plain = {"photographs": [_plain(photo) for photo in photographs], "videos": [clip.plain() for clip in clips]}
+    if not write_json(json_path, {"model": model, "weights": weights, "seed": seed, **plain}):
         _show(photographs, clips)
         if seed is not None:
             click.echo("random weights: the results mean nothing")
@@ -122,8 +106,9 @@ def run(
 
 
 def _told_apart(paths: Sequence[str]) -> tuple[list[Path], list[Path]]:
-    """Separate photographs (and folders of photographs) from videos by suffix, in order. A file with another suffix is
-    opened first as a photograph, then as a video. A file that is neither counts as a photograph.
+    """Separate photographs (and folders of photographs) from videos by suffix; both lists keep the order of `paths`. A
+    file with another suffix is opened first as a photograph, then as a video. A file that is neither counts as a
+    photograph.
     """
     pictures: list[Path] = []
     videos: list[Path] = []
@@ -148,7 +133,7 @@ def _is_video(path: Path) -> bool:
 
 @dataclass
 class _Clip:
-    """The classes found in a video, and the damage that ended the video too early."""
+    """The classes found in the frames of a video, and the damage at which decoding ended (None without damage)."""
 
     path: Path
     device: torch.device
@@ -183,7 +168,7 @@ class _ByEngine(nn.Module):
 
 
 def _show(photographs: Sequence[Classified], clips: Sequence[_Clip]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = output_console()
     if photographs:
         of_photographs = (([click.format_filename(photo.path)], photo.guesses) for photo in photographs)
         console.print(_table(["photograph"], of_photographs))

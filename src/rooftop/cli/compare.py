@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from rooftop.analysis import Report
 from rooftop.analysis.comparison import Change, Comparison, compare_reports
 from rooftop.analysis.formats import quantity_text, time_text
+from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import write_json
 from rooftop.errors import InputError
 
@@ -49,7 +49,7 @@ def run(
 
 
 def _show(comparison: Comparison, rows: int) -> None:
-    console = Console()
+    console = output_console()
     console.print(_verdict(comparison))
     for difference in comparison.differences:
         console.print(f"  {difference}", style="dim", markup=False)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from rooftop.analysis.page import ms
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
-from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
+from rooftop.cli.outputs import check_outputs, write_json
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.targets import DTYPES as NAMES
+from rooftop.cli.targets import DTYPES
 from rooftop.errors import MeasurementError
 from rooftop.hardware.crossovers import NEEDS_GPU, BreakEven, Crossover, measure_crossover
 from rooftop.ladder.chart import framed, require_plotly
@@ -33,22 +30,17 @@ CURVES = (  # attribute of a point, name, color
 
 def run(operation: str, dtype: str, device: str, json_path: Path | None, output: Path | None) -> None:
     """Run the command that `rooftop.cli.commands.crossover:command` describes."""
-    to_stdout = json_path == STANDARD_OUTPUT
-    check_outputs({"HTML": [output], "JSON": [json_path]})
+    check_outputs({"HTML": [output]}, json_path)
     if output is not None:
         require_plotly("-o")
     where = _pick_gpu(device)
     with progress_bar() as progress:
-        crossover = measure_crossover(operation, dtype=NAMES[dtype], device=where, progress=progress)
-    text = json.dumps(crossover.to_dict(), indent=1)
-    if json_path is not None and not to_stdout:
-        write_whole(json_path, text + "\n")
+        crossover = measure_crossover(operation, dtype=DTYPES[dtype], device=where, progress=progress)
     if output is not None:
         write_whole(output, _page(crossover))
-    if to_stdout:
-        click.echo(text)
+    if write_json(json_path, crossover.to_dict()):
         return
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = output_console(highlight=False)
     console.print(f"[bold]{operation}[/bold] {crossover.dtype}: {escape(_machine(crossover))}")
     console.print(_table(crossover))
     console.print()
@@ -65,7 +57,8 @@ def run(operation: str, dtype: str, device: str, json_path: Path | None, output:
 def _pick_gpu(text: str) -> torch.device:
     """Return the GPU that --device names.
 
-    Raises: click.BadParameter: the name is not a CUDA device.
+    Raises:
+        click.BadParameter: the name is not a CUDA device.
         MeasurementError: this machine has no GPU.
     """
     if text == "cpu":
@@ -98,10 +91,7 @@ def _table(crossover: Crossover) -> Table:
 
 def _sentences(crossover: Crossover) -> list[str]:
     """Describe the break-even sizes, one sentence each."""
-    variants = (
-        ("Without transfers", crossover.break_even),
-        ("With transfers", crossover.break_even_with_transfers),
-    )
+    variants = (("Without transfers", crossover.break_even), ("With transfers", crossover.break_even_with_transfers))
     return [f"{name}: {_sentence(found, crossover)}." for name, found in variants]
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import write_json
 from rooftop.cli.progress import progress_bar
@@ -24,6 +22,7 @@ from rooftop.data.headspace import STAGES
 from rooftop.data.pixels import Normalizer, Pixels
 from rooftop.errors import InputError, TargetError
 from rooftop.train.recipes.recipe import Recipe
+from rooftop.words import counted
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -61,8 +60,8 @@ def run_bench(
     told = {**asdict(found), "data": data, "samples": len(samples), "batch": batch, "size": size, "device": str(target)}
     if write_json(json_path, told):
         return
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    workers = f"{found.workers} worker" + ("s" if found.workers > 1 else "")
+    console = output_console(highlight=False)
+    workers = counted(found.workers, "worker")
     console.print(f"{len(samples):,} samples of {data}, batches of {batch}, {workers}, {target}", markup=False)
     console.print(_table(found))
     console.print(f"The loader makes batches {found.loading}.", soft_wrap=True, markup=False)
@@ -97,7 +96,6 @@ def training_step(
     classes = logits.shape[1]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     dtype = AUTOCAST.get(recipe.run.precision)
-
     normalize = Normalizer(channels_last=recipe.run.channels_last)
 
     def step(value: tuple[Pixels, Tensor]) -> None:

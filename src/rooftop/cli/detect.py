@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,19 +10,14 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from rooftop.analysis.text import WIDTH
-from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
+from rooftop.cli.consoles import output_console
+from rooftop.cli.outputs import check_json, write_json
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.trained_models import (
-    engine_of,
-    seeded,
-    skipped_ones_named,
-)
+from rooftop.cli.trained_models import engine_of, seeded, skipped_ones_named
 from rooftop.errors import InputError
 from rooftop.inference import Engine
 from rooftop.models import detr_resnet50, detr_resnet101, detr_small, find_images
@@ -32,7 +25,7 @@ from rooftop.models.detr.detection import Detected, detect, draw_objects, load_d
 from rooftop.models.detr.network import Detr, Predictions, pad_images
 from rooftop.models.images import check_images, read_image
 from rooftop.models.weights.trained_files import trained_file
-from rooftop.whole_files import write_whole
+from rooftop.whole_files import whole_file
 
 BUILDERS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101, "detr_small": detr_small}
 
@@ -57,15 +50,17 @@ def run(
             "expected --weights FILE (trained weights), or --random-weights SEED (an untrained model, to try the "
             "command)"
         )
-    to_stdout = json_path == STANDARD_OUTPUT
-    if json_path is not None and not to_stdout:
-        check_writable(json_path, [*find_images(paths), *([] if weights is None else [Path(weights)])])
+    found = find_images(paths)
+    check_json(json_path, [*found, *([] if weights is None else [Path(weights)])])
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is not a folder: name another with --output")
-    found = find_images(paths)
     if not skip_unreadable:
         check_images(found)
     pictures = _pictures(found, folder)
+    inputs = {path.resolve() for path in found}
+    over = next((picture for picture in pictures if picture.resolve() in inputs), None)
+    if over is not None:
+        raise InputError(f"{over} is a photograph to read, and is not overwritten: name another folder with --output")
     trained = None if weights is None else trained_file(weights)
     model = model or (trained.model if trained else "detr_resnet50")
     if weights is not None:
@@ -96,17 +91,13 @@ def run(
     places = iter(zip(found, pictures, strict=True))
     pictures = [next(picture for path, picture in places if path == photo.path) for photo in photographs]
     for photo, picture in zip(photographs, pictures, strict=True):
-        partial = picture.with_suffix(".part")
-        draw_objects(read_image(photo.path), photo.objects).save(partial, format="PNG")
-        partial.replace(picture)
-    if json_path is not None:
-        plain = [_plain(photo, picture) for photo, picture in zip(photographs, pictures, strict=True)]
-        text = json.dumps({"model": model, "weights": weights, "seed": seed, "photographs": plain}, indent=1) + "\n"
-        if to_stdout:
-            click.echo(text, nl=False)
-            return
-        write_whole(json_path, text)
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(_table(photographs))
+        drawn = draw_objects(read_image(photo.path), photo.objects)
+        with whole_file(picture) as partial:
+            drawn.save(partial, format="PNG")
+    plain = [_plain(photo, picture) for photo, picture in zip(photographs, pictures, strict=True)]
+    if write_json(json_path, {"model": model, "weights": weights, "seed": seed, "photographs": plain}):
+        return
+    output_console().print(_table(photographs))
     if weights is None:
         click.echo("random weights: the results mean nothing")
     click.echo(f"pictures: {folder}")
@@ -137,7 +128,7 @@ def _pictures(found: Sequence[Path], folder: Path) -> list[Path]:
     names: dict[str, None] = {}
     for path in found:
         numbered = (f"{path.stem}-{number}" for number in itertools.count(2))
-        names[next(name for name in (path.stem, *itertools.islice(numbered, len(found))) if name not in names)] = None
+        names[next(name for name in itertools.chain([path.stem], numbered) if name not in names)] = None
     return [folder / f"{name}.png" for name in names]
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import write_json
 from rooftop.hardware import Device, Peer, devices
 from rooftop.hardware.device import versions
@@ -19,7 +19,7 @@ def run(json_path: Path | None) -> None:
     found = devices()
     if write_json(json_path, {"devices": [d.to_dict() for d in found], "versions": versions()}):
         return
-    console = Console()
+    console = output_console()
     for device in found:
         console.print(_table(device))
     if all(device.kind == "cpu" for device in found):

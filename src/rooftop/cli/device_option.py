@@ -7,6 +7,8 @@ import re
 import click
 import torch
 
+from rooftop.words import counted
+
 
 def pick_device(text: str | None) -> torch.device:
     """Return the device that --device names; without a name, the GPU if there is one, or the CPU.
@@ -21,8 +23,8 @@ def pick_device(text: str | None) -> torch.device:
     device = torch.device(text)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise click.BadParameter(
-            f"{text} does not exist: torch {torch.__version__} can use {torch.cuda.device_count()} GPUs on this "
-            "machine",
+            f"{text} does not exist: torch {torch.__version__} can use {counted(torch.cuda.device_count(), 'GPU')} on "
+            "this machine",
             param_hint="--device",
         )
     return device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import click
 import torch
 from click.core import ParameterSource
 
-from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_json, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import measure_ceilings
@@ -26,7 +25,7 @@ from rooftop.models.gpt.weights import CONFIG, config_of_files, empty_gpt, load_
 from rooftop.parallel import Layout, join, launched
 from rooftop.parallel.exchanges import Group
 from rooftop.train.checkpoints.trained_models import holds_training, load_trained_gpt, saved_training
-from rooftop.whole_files import write_whole
+from rooftop.words import counted
 
 
 def run(
@@ -60,9 +59,7 @@ def run(
         raise click.UsageError(str(error)) from error
     rank = _rank(tensor_parallel_size, where)
     prompts = tuple(_unicode(number, prompt) for number, prompt in enumerate(prompts, 1))
-    to_stdout = json_path == STANDARD_OUTPUT
-    if json_path is not None and not to_stdout:
-        check_writable(json_path, [] if weights is None else [weights])
+    check_json(json_path, [] if weights is None else [weights])
     folder = weights if weights is None or weights.is_dir() else weights.parent
     training = None
     if weights is not None and weights.is_dir() and holds_training(weights):
@@ -93,7 +90,9 @@ def run(
         try:
             network = _network(config, weights, seed, place, kind, group)
             generation = Generation(network, tokens, max_new_tokens, sampling, stop=stop)
-            new = _told(generation, tokenizer, prompts, tokens, _silent if to_stdout or rank else _echo)
+            new = _told(
+                generation, tokenizer, prompts, tokens, _silent if rank or json_path == STANDARD_OUTPUT else _echo
+            )
         except torch.OutOfMemoryError as error:
             raise ModelRunError(
                 f"{_name(config)} does not fit into the memory of {place}; try --device cpu, or share it among more "
@@ -111,11 +110,8 @@ def run(
         ]
         chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": draws}
         source = {"model": model, "weights": str(weights) if weights else None, "random_weights": seed}
-        text = json.dumps({**source, "sampling": chosen, "texts": texts, "figures": figures}, indent=1) + "\n"
-        if to_stdout:
-            click.echo(text, nl=False)
+        if write_json(json_path, {**source, "sampling": chosen, "texts": texts, "figures": figures}):
             return
-        write_whole(json_path, text)
     if config.tied != said.tied:
         click.echo("the weights have a separate head, although the config ties the head to the embedding", err=True)
     for line in _lines(figures):
@@ -151,8 +147,8 @@ def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> N
             raise InputError(f"prompt {number} has no tokens: give at least one character")
         if len(tokens) >= config.positions:
             raise InputError(
-                f"prompt {number} has {len(tokens):,} tokens, but the model has {config.positions:,} positions: "
-                f"shorten it to at most {config.positions - 1:,} tokens"
+                f"prompt {number} has {counted(len(tokens), 'token')}, but the model has {config.positions:,} "
+                f"positions: shorten it to at most {config.positions - 1:,} tokens"
             )
         if max(tokens) >= config.vocabulary:
             raise InputError(
@@ -162,9 +158,9 @@ def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> N
     for number, tokens in enumerate(prompts, 1):
         if len(tokens) + count > config.positions:
             raise InputError(
-                f"--max-new-tokens {count:,} and the {len(tokens):,} tokens of prompt {number} exceed the model's "
-                f"{config.positions:,} positions: give at most {config.positions - len(tokens):,}, or shorten the "
-                "prompt"
+                f"--max-new-tokens {count:,} and the {counted(len(tokens), 'token')} of prompt {number} exceed the "
+                f"model's {config.positions:,} positions: give at most {config.positions - len(tokens):,}, or shorten "
+                "the prompt"
             )
 
 
@@ -254,7 +250,7 @@ def _ranks(layout: Layout, where: torch.device, settings: Mapping[str, object]) 
 
 
 def _silent(text: str) -> None:
-    """A progress callback that shows nothing."""
+    """Take the place of `_echo` where no text is printed."""
 
 
 # ---- the text ------------------------------------------------------------------------------------------------------

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
-from rich.console import Console
 from rich.markup import escape
 
-from rooftop.analysis.text import WIDTH
 from rooftop.cli.commands import names
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
-from rooftop.cli.outputs import check_outputs
+from rooftop.cli.outputs import check_outputs, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import MeasurementError
 from rooftop.hardware import measure_ceilings
@@ -29,14 +27,15 @@ from rooftop.ladder.table import WITHOUT_GPU, heading, table
 from rooftop.launch.triton_launch import INTERPRETED
 from rooftop.whole_files import write_whole
 
+if TYPE_CHECKING:
+    from rooftop.ladder.python_climbing import SpeedClimb
+
 
 def run(
     context: click.Context, name: str, size: int | None, device: str | None, out: Path | None, chart: Path | None
 ) -> int:
     """Run the command that `rooftop.cli.commands.ladder:command` describes."""
     where = pick_device(device)
-    if out is not None and chart is not None and out.resolve() == chart.resolve():
-        raise click.UsageError(f"--out and --chart name the same file: {out}")
     check_outputs({"HTML": [chart], "JSON": [out]})
     if name in names.OTHER_LADDERS:
         if chart is not None:
@@ -49,26 +48,26 @@ def run(
     if where.type == "cpu" and not INTERPRETED and find_spec("triton") is not None:
         return _interpreted(context.obj)
     found = _climbed(name, size, where)
-    console = _console()
+    console = output_console(highlight=False)
     console.print(heading(found))
     console.print(table(found))
     for remark in (*found.remarks, *([WITHOUT_GPU] if where.type == "cpu" else [])):
         console.print(f"\n{escape(remark)}")
     _write(found.to_dict(), out, chart, lambda: page([found]))
+    _check_rungs(found)
+    return 0
+
+
+def _check_rungs(found: Climb | SpeedClimb) -> None:
+    """Raise MeasurementError if a rung failed. The message names every failed rung."""
     if found.failures:
         raise MeasurementError(
             "; ".join(f"{rung.name} in {rung.tool} {rung.status}: {rung.note}" for rung in found.failures)
         )
-    return 0
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
 
 
 def _write(figures: dict[str, Any], out: Path | None, chart: Path | None, drawn: Callable[[], str]) -> None:
-    if out is not None:
-        write_whole(out, json.dumps(figures, indent=1) + "\n")
+    write_json(out, figures)
     if chart is not None:
         write_whole(chart, drawn())
     for what, path in (("figures", out), ("chart", chart)):
@@ -90,7 +89,7 @@ def _measured_here(name: str, size: int | None, where: torch.device, out: Path |
                 found = climb_python(ladder, where, progress=progress)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--size") from error
-    console = _console()
+    console = output_console(highlight=False)
     console.print(shown.heading(found))
     console.print(shown.table(found))
     console.print()
@@ -98,10 +97,7 @@ def _measured_here(name: str, size: int | None, where: torch.device, out: Path |
     for remark in (*found.remarks, *filter(None, [shown.disturbed(found)])):
         console.print(f"\n{escape(remark)}")
     _write(found.to_dict(), out, chart, lambda: shown.page(found))
-    if found.failures:
-        raise MeasurementError(
-            "; ".join(f"{rung.name} in {rung.tool} {rung.status}: {rung.note}" for rung in found.failures)
-        )
+    _check_rungs(found)
     return 0
 
 
@@ -116,7 +112,7 @@ def _memory(size: int | None, where: torch.device, out: Path | None, chart: Path
             found = climb_memory(where, progress=progress)
         except torch.cuda.OutOfMemoryError as error:
             raise MeasurementError(f"the memory ladder does not fit into the free memory of {where}") from error
-    console = _console()
+    console = output_console(highlight=False)
     console.print(shown.heading(found))
     console.print(shown.table(found))
     console.print()

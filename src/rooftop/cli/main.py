@@ -43,7 +43,7 @@ VERBS = {
 }
 
 GROUPS = ("checkpoint", "data", "media", "scene")
-"""Verbs with subcommands."""
+"""Groups defined in `rooftop.cli`. All other verbs, `train` included, are defined in `rooftop.cli.commands`."""
 
 
 def _place(verb: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable, write_json
+from rooftop.cli.outputs import check_json, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.items import find_inputs
@@ -44,10 +44,8 @@ def run(
             raise click.UsageError(
                 f"{option} and --scheduler exclude each other, because a scheduler has its own workers: give only one"
             )
-    if json_path is not None and json_path != STANDARD_OUTPUT:
-        check_writable(json_path, [Path(each) for each in inputs if Path(each).exists()])
+    check_json(json_path, [Path(each) for each in inputs])
     find_inputs(inputs, kind)  # check the inputs before weights are loaded
-    report = None
     with progress_bar() as progress:
         report = map_items(
             _target(target, batch, weights, seed, top, threshold, dtype),

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import RooftopError
 from rooftop.media import NoVideoDecoderError, VideoReader
 from rooftop.media.nvdec import WORTH_PIXELS
+from rooftop.words import counted
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,11 @@ def run_bench(
             chosen, why = str(auto.device), auto.fallback_reason
             size = (auto.height, auto.width)
         for done, (device, count) in enumerate(cases):
-            show(f"{device}, {count} streams", done / len(cases))
+            show(f"{device}, {counted(count, 'stream')}", done / len(cases))
             rates.append(measure(file, device, count, resize, seconds))
     if write_json(json_path, _told(file, size, rates, chosen, why)):
         return
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = output_console(highlight=False)
     console.print(_table(rates))
     console.print(f'device="auto" chooses {chosen}: {_why_auto(chosen, why)}', soft_wrap=True, markup=False)
 
@@ -116,7 +115,7 @@ def measure(file: Path, device: str, streams: int, resize: tuple[int, int] | Non
 
 def _table(rates: list[Rate]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("device", "streams", "frames/s", "frames/s a stream", "ms a frame of all"):
+    for name in ("device", "streams", "frames/s", "frames/s a stream", "ms a frame, all streams"):
         table.add_column(name, no_wrap=True, justify="left" if name == "device" else "right")
     table.add_column("", overflow="fold")
     said: set[str] = set()

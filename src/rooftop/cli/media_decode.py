@@ -14,17 +14,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rooftop.cli.media_options import (
-    CLOCK_SLACK_S,
-    check_last,
-    check_times,
-    end_of,
-    first_position,
-)
+from rooftop.cli.media_options import CLOCK_SLACK_S, check_last, check_times, end_of, first_position
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
 from rooftop.media import VideoReader
 from rooftop.whole_files import whole_file
+from rooftop.words import counted
 
 JPEG_QUALITY = 95
 PICTURES = {".png": "png", ".jpg": "jpg", ".jpeg": "jpg", ".bmp": "png", ".webp": "png", ".tif": "png", ".tiff": "png"}
@@ -65,7 +60,8 @@ def run_decode(
             f"{float(reader.times[0]):.3f} to {end_of(reader):.3f} s"
         )
     size = f"{reader.width} x {reader.height}"
-    click.echo(f"{count} frames of {size} in {click.format_filename(out)}, decoded on {reader.device}{_why(reader)}")
+    why = f" ({reader.fallback_reason})" if reader.fallback_reason else ""
+    click.echo(f"{counted(count, 'frame')} of {size} in {click.format_filename(out)}, decoded on {reader.device}{why}")
 
 
 def _decode(
@@ -88,10 +84,6 @@ def _decode(
             show(f"frame {number}", min(1.0, (time - begin) / max(until - begin, 1e-9)))
     check_last(reader, number)
     return frames.count
-
-
-def _why(reader: VideoReader) -> str:
-    return f" ({reader.fallback_reason})" if reader.fallback_reason else ""
 
 
 class _Folder:
@@ -125,7 +117,7 @@ class _Folder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self.count:
-            click.echo(f"{self.count} frames written to {click.format_filename(self.path)} are kept", err=True)
+            click.echo(f"kept: {counted(self.count, 'frame')} in {click.format_filename(self.path)}", err=True)
 
 
 class _Array:

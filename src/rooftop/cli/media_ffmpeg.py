@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.media import FFmpegBuildError, FFmpegReport, build_ffmpeg, ffmpeg_abilities
@@ -53,7 +51,7 @@ def run_build(source: Path, prefix: Path, headers: Path | None, jobs: int | None
 
 def show(found: FFmpegReport) -> None:
     """Print the report as a table."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = output_console(highlight=False)
     console.print(Text(f"{found.path}, FFmpeg {found.version}"), soft_wrap=True)
     gpus = ", ".join(found.gpus) + f" (driver {found.driver})" if found.gpus else "none with a working driver"
     console.print(Text(f"GPUs: {gpus}"))

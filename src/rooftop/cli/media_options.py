@@ -1,4 +1,4 @@
-"""Check and convert the times that options of `rooftop media` name."""
+"""Check and convert times that options give, in seconds on the clock of a video."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 
 import click
 
-from rooftop.media import DamagedVideoError, VideoReader
+from rooftop.media import DamagedVideoError, VideoReader, reading
 
-CLOCK_SLACK_S = 0.0005  # as in `VideoReader.frames_at`
+CLOCK_SLACK_S = float(reading.CLOCK_SLACK_S)
 
 
 def check_times(start: float | None, end: float | None) -> None:
@@ -46,10 +46,12 @@ def end_of(reader: VideoReader) -> float:
 
 
 def first_position(reader: VideoReader, start: float | None) -> int:
-    """Position of the first frame that begins at or after this time; the number of frames if there is no such frame.
+    """Position of the first frame that begins at or after `start`, or of the first frame of all if `start` is None.
 
-    A frame that begins up to 0.5 ms earlier also counts, so that 2 / 30 s matches a time of 0.0666 s in a file.
+    If no frame begins so late, the result is the number of frames.
+
+    A frame that begins up to 0.5 ms before `start` also counts, so that 2 / 30 s matches 0.0666 s in a file.
     """
-    if not start:
+    if start is None:
         return 0
     return int((reader.times < start - CLOCK_SLACK_S).sum())

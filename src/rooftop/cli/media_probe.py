@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import write_json
 from rooftop.media import VideoInfo, probe
+from rooftop.words import counted
 
 
 def run_probe(file: Path, json_path: Path | None) -> None:
@@ -26,7 +25,7 @@ def run_probe(file: Path, json_path: Path | None) -> None:
     table.add_column(overflow="fold")
     for name, value in _lines(info):
         table.add_row(name, Text(value))
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+    output_console().print(table)
 
 
 def _lines(info: VideoInfo) -> list[tuple[str, str]]:
@@ -35,7 +34,7 @@ def _lines(info: VideoInfo) -> list[tuple[str, str]]:
     stretched = f", pixel width / height {info.pixel_aspect:.4g}" if info.pixel_aspect != 1 else ""
     rate = "variable, on average " if info.variable_frame_rate else ""
     access = (
-        f"reading one frame decodes at most {info.longest_gop} frames"
+        f"reading one frame decodes at most {counted(info.longest_gop, 'frame')}"
         if info.seekable
         else "every read starts at the beginning of the file"
     )
@@ -50,7 +49,9 @@ def _lines(info: VideoInfo) -> list[tuple[str, str]]:
     ]
     if info.rotation_degrees or info.mirrored:
         lines.insert(3, ("turned", f"{info.rotation_degrees} degrees counterclockwise{mirrored}"))
-    lines += [("audio", f"{each.codec}, {each.rate_hz:,} Hz, {each.channels} channels") for each in info.audio]
+    lines += [
+        ("audio", f"{each.codec}, {each.rate_hz:,} Hz, {counted(each.channels, 'channel')}") for each in info.audio
+    ]
     if info.discontinuity:
         lines.append(("clock", info.discontinuity))
     return [*lines, ("damage", info.damage or "none seen in the packets")]

@@ -10,22 +10,17 @@ import click
 import torch
 from torch import Tensor
 
-from rooftop.cli.media_options import (
-    CLOCK_SLACK_S,
-    check_last,
-    check_times,
-    end_of,
-    first_position,
-)
+from rooftop.cli.media_options import CLOCK_SLACK_S, check_last, check_times, end_of, first_position
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
 from rooftop.media import VideoInfo, VideoReader, VideoWriter, probe
 from rooftop.media.pyav import load_av
+from rooftop.words import counted
 
 USUAL = {".webm": "libvpx-vp9", ".avi": "mpeg4"}  # encoders by suffix; other suffixes use libx264
 WITH_CRF = ("libx264", "libx265", "libvpx-vp9", "libsvtav1", "libaom-av1", "libvpx")
-HELD_S = 0.002
-CHROMA = {"yuv420p": "yuv420p", "yuv422p": "yuv422p", "yuv444p": "yuv444p"}
+HELD_S = 0.002  # a last frame that differs more from 1 / rate needs its own end time
+CHROMA = ("yuv420p", "yuv422p", "yuv444p")
 
 
 def run_transcode(
@@ -56,7 +51,7 @@ def run_transcode(
         raise InputError(f"no frame of {source} begins at {start} s or later: it ends at {end_of(reader):.3f} s")
     begin = float(reader.times[first]) if start else 0.0  # this time becomes 0 in the output, for the sound too
     rate, last_s = reader.constant_rate, float(reader.durations[-1])
-    held = rate is not None and abs(last_s - 1 / rate) > HELD_S  # the last frame lasts longer or shorter than 1 / rate
+    held = rate is not None and abs(last_s - 1 / rate) > HELD_S
     if rate is None and out.suffix.lower() == ".avi":
         # AVI times are ticks of a grid, and some ticks have no frame
         rate, held = reader.index.grid(reader.time_base), True
@@ -88,7 +83,8 @@ def _frames(
     fps: float | None,
     show: Callable[[str, float], None],
 ) -> Iterator[tuple[Tensor, float, float]]:
-    """Yield frames from `begin` on with their start and end times, which come from the file or from a constant rate."""
+    """Yield frames from position `first` on, with their start and end times in seconds after `begin`. The times are
+    those of the file or, if `fps` is given, those of this constant rate."""
     until = end if end is not None else end_of(reader)
     given = 0
     position = first - 1
@@ -131,7 +127,7 @@ def _tell(info: VideoInfo, reader: VideoReader, writer: VideoWriter, no_sound: b
     padded = (height, width) != (reader.height, reader.width)
     filled = f" (padded from {reader.width} x {reader.height})" if padded else ""
     click.echo(
-        f"{name}: {writer.frames} frames of {width} x {height}{filled}, {writer.encoder} "
+        f"{name}: {counted(writer.frames, 'frame')} of {width} x {height}{filled}, {writer.encoder} "
         f"{writer.pixel_format}, {sound}; decoded on {reader.device}"
     )
     for reason in (reader.fallback_reason, writer.fallback_reason):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 import traceback
 from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from rooftop.analysis.formats import time_text
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
-from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
+from rooftop.cli.outputs import check_outputs, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, resolve_target
 from rooftop.errors import InputError, ModelRunError, RooftopError, TargetError
@@ -59,7 +56,7 @@ def run(
         if rule not in known:
             close = did_you_mean(rule, known)
             raise click.BadParameter(f"{rule!r} is not one of {', '.join(known)}{close}", param_hint="--rule")
-    check_outputs({"HTML": [output], "JSON": [json_path, save]})
+    check_outputs({"HTML": [output], "JSON": [save]}, json_path)
     sizes = [_shape(text) for text in shapes]
     found = resolve_target(target, inputs, pick_device(device), DTYPES[dtype] if dtype else None)
     assert isinstance(found.model, nn.Module), "a target that is not a script is a module"
@@ -98,11 +95,8 @@ def run(
         optimized.save(save)
     if output is not None:
         write_whole(output, render_page(optimized, target))
-    if json_path == STANDARD_OUTPUT:
-        click.echo(json.dumps(optimized.to_dict(), indent=1))
+    if write_json(json_path, optimized.to_dict()):
         return
-    if json_path is not None:
-        write_whole(json_path, json.dumps(optimized.to_dict(), indent=1) + "\n")
     _show(optimized, target)
     for what, path in (("plan", save), ("results", json_path), ("page", output)):
         if path is not None:
@@ -121,7 +115,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _show(found: Optimized, target: str) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = output_console()
     ratio = found.before_ms / found.after_ms
     gain = f"{ratio:.2f} times as fast" if found.kept else _why_nothing(found)
     before, after = time_text(found.before_ms), time_text(found.after_ms)

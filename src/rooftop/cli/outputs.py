@@ -12,7 +12,6 @@ import click
 
 STANDARD_OUTPUT = Path("-")
 
-
 KINDS = {
     "HTML": ((".html", ".htm"), (b"<!doctype html", b"<html")),
     "JSON": ((".json", ".json.gz"), (b"{", b"[")),
@@ -33,7 +32,7 @@ def check_writable(path: Path, inputs: Sequence[Path] = (), kind: str | None = N
             file of another kind.
     """
     folder = path.parent
-    if path == Path("-"):
+    if path == STANDARD_OUTPUT:
         problem = "is not a file name: expected a path, because the table already uses standard output"
     elif path.is_dir():
         problem = "is a folder"
@@ -52,21 +51,22 @@ def check_writable(path: Path, inputs: Sequence[Path] = (), kind: str | None = N
     raise click.BadParameter(f"{path} {problem}", param_hint="output")
 
 
-def check_outputs(outputs: Mapping[str, Sequence[Path | None]]) -> None:
+def check_outputs(outputs: Mapping[str, Sequence[Path | None]], json_path: Path | None = None) -> None:
     """Refuse files that cannot be written, and one file for two outputs.
 
     Args:
-        outputs: the paths for each kind of output (see `KINDS`). None and standard output need no check.
+        outputs: the paths for each kind of output (see `KINDS`). None needs no check.
+        json_path: the value of --json, which may also be standard output.
 
     Raises:
-        click.BadParameter: a file cannot be written, is of another kind, or is given twice.
+        click.BadParameter: a path cannot be written, is of another kind, or is given twice. Only --json may be "-".
     """
     files = []
-    for kind, paths in outputs.items():
-        for path in paths:
-            if path is not None and path != STANDARD_OUTPUT:
-                check_writable(path, kind=kind)
-                files += [path.resolve()] if path.is_file() or not path.exists() else []
+    named = [(kind, path) for kind, paths in outputs.items() for path in paths]
+    for kind, path in [*named, ("JSON", None if json_path == STANDARD_OUTPUT else json_path)]:
+        if path is not None:
+            check_writable(path, kind=kind)
+            files += [path.resolve()] if path.is_file() or not path.exists() else []
     twice = next((path for path in files if files.count(path) > 1), None)
     if twice is not None:
         raise click.BadParameter(f"{twice} is given for two outputs: give each its own file", param_hint="output")
@@ -119,6 +119,16 @@ def _json_file(context: click.Context, option: click.Parameter, path: Path | Non
     if path.is_file() and not _is_of(path, "JSON"):
         raise click.BadParameter(f"{path} is not JSON, and is not overwritten: give another name, or put --json last")
     return path
+
+
+def check_json(path: Path | None, inputs: Sequence[Path]) -> None:
+    """Check that the file of --json, if there is one, is not an input. `inputs` as in `check_writable`.
+
+    Raises:
+        click.BadParameter: the file is an input, or cannot be written.
+    """
+    if path is not None and path != STANDARD_OUTPUT:
+        check_writable(path, inputs)
 
 
 def write_json(path: Path | None, value: Any) -> bool:

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from rooftop.cli.commands.predict_video import USUAL_CONTEXT, USUAL_SIDE, VIDEOS
+from rooftop.cli.media_options import CLOCK_SLACK_S, end_of, first_position
 from rooftop.cli.outputs import check_writable, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import engine_of, seeded
@@ -21,9 +22,9 @@ from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_fra
 from rooftop.models.conv_lstm.layer import States
 from rooftop.models.conv_lstm.video import Continuation, continue_clip, load_next_frame_network
 from rooftop.whole_files import whole_file
+from rooftop.words import counted
 
 MAX_SIDE = 16384  # libx264's limit in pixels
-SLACK_S = 0.0005  # tolerance, as in VideoReader.frames_at: 2 / 30 s selects frame 2, even if the file says 0.067 s
 
 Size = tuple[int, int]
 Progress = Callable[[str, float], None]
@@ -113,18 +114,18 @@ def _read(
     with VideoReader(path, dtype=torch.float32, resize=size) as reader:
         times = reader.times
         count = len(times)
-        end = float(times[0]) + reader.duration
+        end = end_of(reader)
         if after is None:
             cut = count - frames
             if cut < 1:
                 raise InputError(
-                    f"{path} is too short: it has {count} frames, and the network needs at least one frame before the "
-                    f"last {frames}. Give fewer --frames, or --after {end:.3f} to predict beyond its end"
+                    f"{path} is too short: it has {counted(count, 'frame')}, and the network needs at least one frame "
+                    f"before the last {frames}. Give fewer --frames, or --after {end:.3f} to predict beyond its end"
                 )
         else:
-            if not 0 <= after <= end + SLACK_S:
+            if not 0 <= after <= end + CLOCK_SLACK_S:
                 raise InputError(f"--after {after:g}: expected seconds from 0 to {end:.3f}, where {path} ends")
-            cut = int((times < after - SLACK_S).sum())
+            cut = first_position(reader, after)
         wanted = context or max(1, min(USUAL_CONTEXT, cut))
         if cut < wanted:
             raise InputError(
@@ -245,15 +246,17 @@ def _lines(told: dict[str, Any]) -> list[str]:
         else click.format_filename(told["weights"])
     )
     lines = [
-        f"{clip}: {count} frames predicted after {told['after_s']:.3f} s, from the {told['context']} before; "
-        f"{told['size'][1]} x {told['size'][0]}, {told['colours']}",
+        f"{clip}: {counted(count, 'frame')} predicted after {told['after_s']:.3f} s, from the {told['context']} "
+        f"before; {told['size'][1]} x {told['size'][0]}, {told['colours']}",
         f"weights: {weights}",
     ]
     if real:
         lines.append(
-            f"mean absolute error, 0 to 1, of {real} frames: predicted {told['error']:.4f}, "
+            f"mean absolute error, 0 to 1, of {counted(real, 'frame')}: predicted {told['error']:.4f}, "
             f"last frame repeated {told['error_of_repeating']:.4f}"
         )
     if real < count:
-        lines.append(f"the clip ends after {real} of these {count} frames: the real frames after that are black")
+        lines.append(
+            f"the clip ends after {real} of these {counted(count, 'frame')}: the real frames after that are black"
+        )
     return [*lines, f"video: {video}", f"picture: {picture}"]

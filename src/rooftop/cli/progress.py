@@ -13,14 +13,15 @@ PATIENCE_S = 2.0
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, float], None]]:
+def progress_bar(shown: bool = True) -> Iterator[Callable[[str, float], None]]:
     """Yield a function that updates the bar: call it with (the current activity, fraction done).
 
-    The bar appears after two seconds, even during a long call. The bar never appears if stderr is not a terminal.
+    The bar appears after two seconds, even during a long call. The bar never appears if `shown` is False or stderr is
+    not a terminal.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    bar = Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
     task = bar.add_task("", total=1.0)
     patience = threading.Timer(PATIENCE_S, bar.start)
     patience.daemon = True

@@ -37,7 +37,7 @@ def numbers(*counts: int) -> Callable[[click.Context, click.Parameter, str | Non
 
 
 def pixels(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, int] | None:
-    """Option callback: parse WIDTHxHEIGHT."""
+    """Option callback: parse WIDTHxHEIGHT to (width, height)."""
     if text is None:
         return None
     words = text.lower().split("x")

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
 from rooftop.scene import BuildReport, Geometry, build_file
 from rooftop.scene.layouts import MAX_TRIANGLES
 from rooftop.scene.materials import Material
+from rooftop.words import counted
 
 MOST_SHOWN = 12  # materials
 
@@ -57,7 +56,7 @@ def run_info(file: Path, json_path: Path | None) -> None:
         fill = level["triangles"] / (MAX_TRIANGLES * level["clusters"])
         cells = (f"{level['clusters']:,}", f"{level['triangles']:,}", f"{fill:.0%}", f"{level['error']:.3g}")
         table.add_row(str(number), *cells)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = output_console()
     console.print(table)
     for line in _lines(found):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -123,8 +122,8 @@ def _words(material: dict[str, Any]) -> str:
 def _summary(report: BuildReport) -> list[str]:
     clusters = sum(level.clusters for level in report.levels)
     lines = [
-        f"{click.format_filename(report.path)}: {report.triangles:,} triangles, {len(report.levels)} levels, "
-        f"{clusters:,} clusters {report.fill:.0%} full",
+        f"{click.format_filename(report.path)}: {counted(report.triangles, 'triangle')}, "
+        f"{counted(len(report.levels), 'level')}, {counted(clusters, 'cluster')} {report.fill:.0%} full",
         f"{report.size_bytes:,} bytes ({report.bytes_per_triangle:.1f} a triangle"
         f"{f', and {report.image_bytes:,} of textures' if report.image_bytes else ''}), positions to "
         f"{report.precision:.3g}, in {report.seconds:.1f} s",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,13 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-from rich.console import Console
 from rich.table import Table
 
 from rooftop import scene
-from rooftop.analysis.text import WIDTH
+from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
-from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
+from rooftop.cli.outputs import check_json, check_writable, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.scene_cameras import Choice, Numbers, chosen_cameras, turned
 from rooftop.errors import InputError, RooftopError
@@ -31,7 +27,7 @@ from rooftop.scene.framing import around, outline
 from rooftop.scene.gbuffers import FrameStats
 from rooftop.scene.rendering.renderer import LIGHT
 from rooftop.scene.scenes import MAX_INSTANCES
-from rooftop.whole_files import write_whole
+from rooftop.whole_files import whole_file
 
 Bytes = NDArray[np.uint8]
 
@@ -92,9 +88,7 @@ def run_render(
     read += [Path(intrinsics)] if intrinsics is not None and "," not in intrinsics else []
     for name in (each for of_frame in names for each in of_frame.values()):
         check_writable(name, read)
-    to_stdout = json_path == STANDARD_OUTPUT
-    if json_path is not None and not to_stdout:
-        check_writable(json_path, read)
+    check_json(json_path, read)
 
     with wrong_call():
         renderer = scene.Renderer(
@@ -108,8 +102,8 @@ def run_render(
     with progress_bar() as progress, _memory_of(where):
         progress("loading kernels and pages", 0.0)
         for number, (each, of_frame) in enumerate(zip(cameras, names, strict=True)):
-            again = 0 if number else 2 if where.type == "cuda" else 1
-            for timed in (False, True, True)[2 - again :]:
+            # the first frame is repeated, until kernels, hidden parts and the CUDA graph are ready
+            for timed in (True,) if number else (False, True, True) if where.type == "cuda" else (True, True):
                 with wrong_call():
                     frame = renderer.render(each, shows, timings=timed)
             found.append(frame.stats)
@@ -119,13 +113,9 @@ def run_render(
                 _save(picture, name)
             progress(f"frame {number + 1} of {len(cameras)}", (number + 1) / len(cameras))
 
-    if json_path is not None:
-        text = json.dumps(_plain(files, world, where, cameras, names, found), indent=1) + "\n"
-        if to_stdout:
-            click.echo(text, nl=False)
-            return
-        write_whole(json_path, text)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    if json_path is not None and write_json(json_path, _plain(files, world, where, cameras, names, found)):
+        return
+    console = output_console()
     console.print(_table(found))
     for line in _lines(found, world):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -137,8 +127,8 @@ def run_render(
 
 
 def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene.Scene:
-    """Return a scene with each mesh once, or with a square grid of `instances` instances on the ground. This is the
-    number of instances of all meshes together."""
+    """Return a scene with each mesh once or, if `instances` is given, with that many instances in all, in a square grid
+    on the ground. The instances take the meshes in turn."""
     if instances is not None and instances > MAX_INSTANCES:
         raise InputError(f"--instances {instances:,}: a scene has at most {MAX_INSTANCES:,} instances")
     world = scene.Scene()
@@ -201,17 +191,8 @@ def _sheet(pictures: Mapping[str, Bytes]) -> Image.Image:
 
 def _save(picture: Image.Image, path: Path) -> None:
     """Write a picture completely or not at all. A device or a pipe is written directly."""
-    if path.exists() and not path.is_file():
-        with path.open("wb") as file:
-            picture.save(file, format="PNG")
-        return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        picture.save(partial, format="PNG")
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as partial, partial.open("wb") as file:
+        picture.save(file, format="PNG")
 
 
 def _table(found: Sequence[FrameStats]) -> Table:

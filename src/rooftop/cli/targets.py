@@ -30,8 +30,14 @@ DTYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
     "fp64": torch.float64,
-    **{str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)},
-    **{str(d).removeprefix("torch."): d for d in (torch.int64, torch.int32, torch.uint8, torch.bool)},
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
 }
 """Names of dtypes for --input."""
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
@@ -121,10 +127,10 @@ def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
         )
     dtype = DTYPES[match[2]] if match[2] else float_dtype
     if not dtype.is_floating_point:
-        high = 2 if dtype == torch.bool else int(match[3] or 2)
-        if high < 1:
+        high, most = (2, 2) if dtype == torch.bool else (int(match[3] or 2), torch.iinfo(dtype).max + 1)
+        if not 1 <= high <= most:
             raise InputError(
-                f"--input {text!r}: the exclusive upper bound {high} leaves no integer, expected 1 or more"
+                f"--input {text!r}: the exclusive upper bound is {high}, expected 1 to {most} for {match[2]}"
             )
         return _made(text, lambda: torch.randint(high, shape).to(dtype))
     return _made(text, lambda: torch.randn(shape).to(dtype))
@@ -139,7 +145,6 @@ def _made(text: str, make: Callable[[], Tensor]) -> Tensor:
 
 
 EXAMPLE_BATCH = 8
-
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments and keywords."""

@@ -147,7 +147,7 @@ def train_gpt(
     if before >= train_iters:
         raise click.UsageError(f"{load} already has {before} steps: expected a larger --train-iters, got {train_iters}")
     first = launched().rank == 0
-    with progress_bar() if first else nullcontext(lambda what, fraction: None) as progress:
+    with progress_bar(first) as progress:
         for each in (tokens, held_out):
             if each is not None:
                 each.check_vocabulary(training.config.vocabulary, progress)
@@ -199,7 +199,7 @@ def train_gpt(
             stop_on_signals() if save is not None else nullcontext() as stop,
             metrics_file(metrics, after) if first and metrics is not None else nullcontext() as file,
             event_files(tensorboard_dir, after) if first and tensorboard_dir else nullcontext() as curves,
-            progress_bar() if first else nullcontext(lambda what, fraction: None) as progress,
+            progress_bar(first) as progress,
         ):
             advised = not first
             steps = run_steps(

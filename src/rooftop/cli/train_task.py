@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from rooftop.analysis.page import require_plotly
-from rooftop.analysis.text import WIDTH
 from rooftop.cli.commands import names
 from rooftop.cli.commands.train_task import usual_data
+from rooftop.cli.consoles import output_console
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import seeded
 from rooftop.data.device_images import DecodingChoice
@@ -33,15 +31,7 @@ from rooftop.train.fitting.metric_lines import METRICS, read_metrics
 from rooftop.train.fitting.records import Facts, Fitted, Observer, StepRecord
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.reports.ablation_tables import ablation_heading, ablation_page, ablation_table
-from rooftop.train.reports.ablations import (
-    Ablation,
-    Run,
-    ablate,
-    results_of,
-    runs_of,
-    switches_of,
-    write_ablation,
-)
+from rooftop.train.reports.ablations import Ablation, Run, ablate, results_of, runs_of, switches_of, write_ablation
 from rooftop.train.reports.page import Page
 from rooftop.train.reports.shields import Shielded
 from rooftop.train.reports.tensorboard import TensorBoard
@@ -175,12 +165,8 @@ def call_of(given: Call, before: Call | None, folder: Path, *, repeats_given: bo
             )
     if given.ablate and not before.ablate:
         raise InputError(f"{folder} holds a training, not an ablation: expected another --out")
-    return Call(
-        before.task,
-        before.data,
-        given.ablate or before.ablate,
-        given.repeats if repeats_given else before.repeats,
-    )
+    repeats = given.repeats if repeats_given else before.repeats
+    return Call(before.task, before.data, given.ablate or before.ablate, repeats)
 
 
 def recipe_of(
@@ -238,7 +224,7 @@ class _Training:
 
     def trained(self, recipe: Recipe) -> int:
         """Train once, and print the result and the next commands."""
-        with progress_bar() if self._first else nullcontext(_silent) as progress:
+        with progress_bar(self._first) as progress:
             recipe, task = self._decided(recipe)
             observers = self._observers(recipe, progress) if self._first else []
             fitted = self._fit(task, recipe, self.folder, observers)
@@ -262,7 +248,7 @@ class _Training:
                 click.echo(f"{run.name}: {task.best} {value_text(value)} ({seconds_text(seconds)})")
                 self._write(ablation, plotly)
 
-        with progress_bar() if self._first else nullcontext(_silent) as progress:
+        with progress_bar(self._first) as progress:
 
             def train(run: Run) -> Fitted:
                 nonlocal fitted
@@ -282,9 +268,8 @@ class _Training:
         stopped = fitted if ablation.finished < ablation.runs else None
         if self._first:
             self._write(ablation, plotly)
-            for_file = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
             click.echo(f"\n{ablation_heading(ablation)}")
-            for_file.print(ablation_table(ablation))
+            output_console(highlight=False).print(ablation_table(ablation))
             click.echo(f"\n{', '.join(str(path) for path in sorted(self.folder.glob('ablation.*')))}")
             if stopped is not None:
                 click.echo(f"{stopped.reason}; {resumed_by(self.call.task, self.folder)} continues", err=True)
@@ -360,9 +345,6 @@ class _RunProgress:
     def ended(self, fitted: Fitted, model: Any) -> None: ...
 
 
-def _silent(what: str, fraction: float) -> None: ...
-
-
 def _warn(line: str) -> None:
     click.echo(line, err=True)
 
@@ -372,7 +354,7 @@ def _warn(line: str) -> None:
 
 def told_at_the_end(fitted: Fitted, task: str, folder: Path, metadata: Mapping[str, Any]) -> list[str]:
     """Return lines that name the result files and the next commands."""
-    lines = [f"{what}: {path}" for what, path in (("page", folder / PAGE),) if path.is_file()]
+    lines = [f"page: {folder / PAGE}"] if (folder / PAGE).is_file() else []
     if (folder / "tensorboard").is_dir():
         lines.append(f"curves: tensorboard --logdir {folder.parent}")
     if fitted.reason.startswith("stopped"):
@@ -380,7 +362,8 @@ def told_at_the_end(fitted: Fitted, task: str, folder: Path, metadata: Mapping[s
     found = [path for path in (folder / "best.safetensors", folder / "last.safetensors") if path.is_file()]
     if found:
         lines.append(f"weights: {found[0]}")
-        lines += [f"next: {command}" for command in [next_command(found[0], metadata)] if command]
+        if command := next_command(found[0], metadata):
+            lines.append(f"next: {command}")
     return lines
 
 

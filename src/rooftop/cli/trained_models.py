@@ -35,7 +35,8 @@ def skipped_ones_named() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Give models that are made in the `with` block the weights of this seed. Afterwards restore the random state."""
+    """Give models that are made in the `with` block the weights of this seed. Afterwards restore the CPU's random
+    state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -1,7 +1,8 @@
 """The plugin that runs the job in a Dask worker. The plugin loads the job once, at the first chunk, and runs one chunk
 at a time.
 
-On a GPU, a process beside the Dask worker computes chunks of photographs, clips and clouds: see `dask_processes`.
+On a GPU, a process beside the Dask worker computes chunks of photographs, clips and clouds: see `dask_processes`. With
+the device "auto", only Rooftop's own models use a GPU in this way.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Carrier(WorkerPlugin):
     Args:
         token: text that identifies the run.
         job: the pickled job.
-        device: "cpu", "cuda" or "auto".
+        device: "cpu", "cuda" or "auto" (for Rooftop's own models, a GPU if there is one; for a callable, the CPU).
     """
 
     def __init__(self, token: str, job: bytes, device: str) -> None:
@@ -62,7 +63,9 @@ class Carrier(WorkerPlugin):
                 self._begin()
             if self._beside is None:
                 return self._done_here(chunk)
-        return self._beside.do(chunk)
+        done = self._beside.do(chunk)
+        # the process calls itself "process 0" beside each worker, but the run counts its workers by their names
+        return replace(done, worker=self._address) if isinstance(done, Outcome) else done
 
     def _begin(self) -> None:
         import cloudpickle

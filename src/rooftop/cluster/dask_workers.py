@@ -3,7 +3,7 @@
 Each worker gets the job and its model once, as a Dask plugin; new workers get both when they join. Each chunk is a
 task. At most two chunks per worker are unfinished. If a worker is lost, Dask repeats its tasks on another worker. If
 several workers died with a task, Dask reports the task as failed, and `map_items` repeats the task's chunk item by
-item. If the scheduler goes away, this process tries to reconnect for `reconnect_s`. A new scheduler at the same address
+item. If the scheduler goes away, this process tries to reconnect for `RECONNECT_S`. A new scheduler at the same address
 gets the job and the unfinished chunks again.
 """
 
@@ -53,7 +53,6 @@ class DaskWorkers:
     Args:
         device: "cpu", "cuda" or "auto", for Rooftop's own models. A user's callable chooses its own device.
         say: called with a line of text when the scheduler is gone or has no workers.
-        reconnect_s: seconds for which to try to reach a lost scheduler. None: two minutes.
 
     Raises:
         MissingExtraError: Dask is not installed.
@@ -62,15 +61,12 @@ class DaskWorkers:
         TargetError: the target cannot be sent.
     """
 
-    def __init__(
-        self, address: str, job: Job, device: str, say: Callable[[str], None], reconnect_s: float | None = None
-    ) -> None:
+    def __init__(self, address: str, job: Job, device: str, say: Callable[[str], None]) -> None:
         self._distributed = load_distributed()
         import cloudpickle
 
         self._address, self._say = address, say
         self.start: dict[str, float] = {}
-        self._reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
         self._token = uuid.uuid4().hex
         self._job = cloudpickle.dumps(replace(job, target=job.target.sent()))
         self._device = device
@@ -102,8 +98,8 @@ class DaskWorkers:
         return client
 
     def _check_address(self) -> None:
-        """Find a wrong address before a client does: such a client prints a traceback, and waits for 20 s when it is
-        deleted.
+        """Check the address before a client is created, since a client with a wrong address prints a traceback, and
+        waits for 20 s when it is deleted.
 
         Raises:
             OSError, ValueError: no client can be created for the address.
@@ -159,14 +155,13 @@ class DaskWorkers:
         """
         if self._client.status != "running":
             return self._after_reconnecting()
-        try:
-            keys = [self._done.get(timeout=patience_s)]
+        keys: list[str] = []
+        with suppress(queue.Empty):
+            keys.append(self._done.get(timeout=patience_s))
             while True:
                 keys.append(self._done.get_nowait())
-        except queue.Empty:
-            pass
         events: list[Event] = []
-        for key in keys if "keys" in locals() else []:
+        for key in keys:
             if key not in self._flying:
                 continue
             chunk, future = self._flying.pop(key)
@@ -178,6 +173,7 @@ class DaskWorkers:
         return events
 
     def _event(self, chunk: Chunk, future: Any) -> Event | None:
+        """The event of a chunk whose task Dask reports as done; None if the scheduler does not know the task."""
         if future is None or future.status in ("cancelled", "lost", "pending"):
             return None
         if future.status == "error":
@@ -196,7 +192,7 @@ class DaskWorkers:
                 raise
             return None
         except Exception as error:
-            if type(error).__name__ == "FutureCancelledError" or "ancelled" in type(error).__name__:
+            if "Cancelled" in type(error).__name__:  # CancelledError, or Dask's FutureCancelledError
                 return None
             raise
         if isinstance(found, Outcome):
@@ -205,10 +201,10 @@ class DaskWorkers:
 
     def _after_reconnecting(self) -> list[Event]:
         """Reconnect, and report all chunks as lost. None of these chunks counts as the cause of its loss."""
-        self._say(f"the scheduler at {self._address} is gone; trying to reach it for {self._reconnect_s:.0f} s")
+        self._say(f"the scheduler at {self._address} is gone; trying to reach it for {RECONNECT_S:.0f} s")
         with suppress(Exception):
             self._client.close(timeout=1)
-        until = time.monotonic() + self._reconnect_s
+        until = time.monotonic() + RECONNECT_S
         while True:
             try:
                 self._client = self._connected(max(1.0, min(CONNECT_S, until - time.monotonic())))
@@ -216,7 +212,7 @@ class DaskWorkers:
             except (OSError, ValueError, RuntimeError) as error:
                 if time.monotonic() > until:
                     raise SchedulerError(
-                        f"the scheduler at {self._address} did not come back within {self._reconnect_s:.0f} s: "
+                        f"the scheduler at {self._address} did not come back within {RECONNECT_S:.0f} s: "
                         "finished results are kept, and the same command continues the work"
                     ) from error
                 time.sleep(0.5)

@@ -150,8 +150,8 @@ class Decoders:
             more: returns the next items, or None if there are none yet.
             pinned: whether tensors must be in pinned memory, which needs a GPU in this process. The caller then keeps
                 tensors until the GPU has read them.
-            uses_gpu: for a caller that does not keep tensors: whether it uses the GPU by now. From then on, tensors are
-                in pinned memory if possible.
+            uses_gpu: for a caller that does not keep tensors: returns whether the caller has used the GPU by now. From
+                then on, tensors are in pinned memory if possible.
         """
         self._more, self._pinned = more, pinned
         self._uses_gpu = uses_gpu or self._uses_gpu
@@ -260,8 +260,9 @@ class Decoders:
         return min(free, key=lambda each: (len(each.tasks), (each.run or self._waiting)[0].number), default=None)
 
     def _usual(self) -> int:
-        """The number of items in a task when many items wait: 1 if `alone`, and while the time per item is unknown;
-        then as many as TASK_ITEMS, TASK_S and TASK_BYTES (for clips, CLIPS_OF_A_TASK and TASK_BYTES) allow."""
+        """The number of items in a task when many items wait. It is 1 with `alone`, and while the time per item is
+        unknown. Otherwise it is limited by TASK_ITEMS, TASK_S and TASK_BYTES (for clips, by CLIPS_OF_A_TASK and
+        TASK_BYTES)."""
         if not self._seconds:
             return 1
         most = self._most_of_a_task
@@ -349,6 +350,7 @@ class Decoders:
         return Lending(content, arena.lend(slot, size, arena.freed))
 
     def _replace(self, process: _Process) -> None:
+        """Start another process instead of one that has ended, and retry the items that it had."""
         self._selector.unregister(process.connection)
         process.connection.close()
         process.process.join()
@@ -436,6 +438,7 @@ def _work(connection: Connection, arena: Arena, decode: Callable[[Item], Any], w
 
 
 def _whole(decode: Callable[[Item], Any], item: Item) -> Decoded:
+    """Decode an item. A `MissingExtraError` becomes the value, and the worker then raises it."""
     try:
         return decoded(decode, item)
     except MissingExtraError as error:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from rooftop.cluster.arrow import load_arrow
 from rooftop.errors import InputError, MissingExtraError
-from rooftop.words import did_you_mean, whole_message
+from rooftop.words import counted, did_you_mean, whole_message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +148,8 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
     Raises:
         InputError: inputs are empty, a path does not exist, a folder has no files of the kind, or the kind is unclear.
     """
-    if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Collection) or not len(inputs):
+    is_list = isinstance(inputs, Collection) and not isinstance(inputs, (str, bytes, os.PathLike)) and len(inputs) > 0
+    if not is_list or not all(isinstance(each, (str, os.PathLike)) for each in inputs):
         raise InputError(f"inputs: expected a list of files and folders, got {inputs!r}")
     if kind is not None:
         Decoding(kind)  # this raises for an unknown kind
@@ -168,8 +169,8 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
 
 
 def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """The sorted files below a folder, without hidden files and, as in Parquet readers, without names that begin with
-    "_". Symbolic links are followed, except a link to a folder that contains the link.
+    """Yield the files below a folder, sorted within each folder. Hidden files are skipped, and so are names that begin
+    with "_", as by readers of Parquet. Symbolic links are followed, except a link to a folder that contains the link.
 
     Args:
         above: the resolved folders that contain this folder.
@@ -317,7 +318,8 @@ def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
             if isinstance(cells, Damage):
                 yield number, cells
             elif len(cells) != len(names):
-                yield number, Damage(f"{len(cells)} cells, expected as many as the header has: {len(names)}")
+                got = counted(len(cells), "cell")
+                yield number, Damage(f"{got}, expected as many as the header has: {len(names)}")
             elif any(cells[place] for place in unnamed):
                 yield number, Damage("several cells are in columns without a name: give each column a name of its own")
             else:
@@ -416,7 +418,7 @@ def _clips(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
         yield Item(name, None, source, Damage(_line(error)))
         return
     if there < span:
-        yield Item(name, None, source, Damage(f"{there} frames, expected at least {span} for a clip"))
+        yield Item(name, None, source, Damage(f"{counted(there, 'frame')}, expected at least {span} for a clip"))
     for first in range(0, there - span + 1, decoding.stride or decoding.frames * decoding.step):
         yield Item(name, first, source)
 

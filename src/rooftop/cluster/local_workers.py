@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -117,9 +118,6 @@ class LocalWorkers:
     Args:
         job: the work.
         division: how the workers divide the machine.
-
-    Raises:
-        ModelRunError: a worker cannot load the target, or workers end during their start.
     """
 
     def __init__(self, job: Job, division: Division) -> None:
@@ -144,6 +142,7 @@ class LocalWorkers:
         return self._freest(careful) is not None
 
     def _freest(self, careful: bool) -> _Worker | None:
+        """Of the workers that can take another chunk (see `has_room`), the one with the fewest chunks, or None."""
         most = 0 if careful else CHUNKS_OF_A_WORKER - 1
         clips = self.job.decoding.kind == "clip"
         least = 0 if careful else (CLIPS_OF_A_DECODER if clips else ITEMS_OF_A_DECODER) * self.division.decoders
@@ -166,7 +165,8 @@ class LocalWorkers:
         """Wait for new events and return them. After `patience_s` without any, return an empty list.
 
         Raises:
-            ModelRunError, MissingExtraError, InputError: a worker reported this error.
+            RooftopError: a worker reported this error; an error of another type becomes a ModelRunError.
+            ModelRunError: `MOST_STARTS` workers in a row ended while they started.
         """
         by_handle = {worker.connection: worker for worker in self._workers}
         by_sentinel = {worker.process.sentinel: worker for worker in self._workers}
@@ -212,10 +212,10 @@ class LocalWorkers:
                 )
         for place, chunk in enumerate(worker.chunks):
             self._events.append(Lost(chunk, why if place == 0 else None))
-        worker.end()
-        self._workers[self._workers.index(worker)] = _Worker(self.job, self.division, worker.number)
+        self._start_instead(worker)
 
     def _end_stuck(self, worker: _Worker, number: int, first: int, count: int) -> None:
+        """Replace a worker in which the items [first, first + count) of chunk `number` have taken too long."""
         worker.process.kill()
         worker.process.join()
         with suppress(EOFError, OSError):  # keep finished results
@@ -225,6 +225,9 @@ class LocalWorkers:
                     self._events.append(Finished(worker.chunks.popleft(), content))
         for chunk in worker.chunks:
             self._events.append(Hung(chunk, first, count) if chunk.number == number else Lost(chunk, None))
+        self._start_instead(worker)
+
+    def _start_instead(self, worker: _Worker) -> None:
         worker.end()
         self._workers[self._workers.index(worker)] = _Worker(self.job, self.division, worker.number)
 
@@ -402,7 +405,7 @@ def _send_all(connection: Connection, outbox: queue.SimpleQueue[Any]) -> None:
 
 
 def _uses_gpu() -> bool:
-    """Whether this process uses a GPU by PyTorch."""
+    """Whether PyTorch has initialized CUDA in this process."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda.is_initialized()
 
@@ -494,8 +497,6 @@ class _At:
 def _sendable(error: BaseException) -> RooftopError | str:
     if isinstance(error, RooftopError):
         with suppress(Exception):
-            import pickle
-
             pickle.dumps(error)
             return type(error)(str(error))
     return f"{type(error).__name__}: {whole_message(error)}"

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,11 @@ class MapReport:
             that was slowest to start.
         items_per_s: items per second from the end of the first chunk to the end of the last chunk; with a single chunk,
             items per second of `working_s`.
-        decode_ceiling: items per second that decoding would reach if all its threads or processes were always busy,
-            computed from the times of this run. None: decoding took no time.
-        call_ceiling: items per second that the target would reach if each worker were always calling it, computed
-            from the times of this run. None: the target took no time.
+        decode_ceiling: items per second that decoding would reach if all its threads or processes were always busy.
+            None: decoding took no time. This ceiling and the next one are computed from the times of this run, without
+            each worker's first chunk, which may import or compile (with it if no worker got a second chunk).
+        call_ceiling: items per second that the target would reach if each worker were always calling it. None: the
+            target took no time.
         percent_of_ceiling: `items_per_s` in percent of the lower ceiling.
         workers: number of workers that finished a chunk. `decoding` names the decoders of each worker, such as "16
             processes".
@@ -167,6 +168,7 @@ def map_items(
         out: the folder for the results, which is created.
         kind: "image", "clip", "cloud", "text", "row" or "path". None: found from the files' suffixes.
         batch: if given, the target gets a list of at most this many items, and returns a list with a result for each.
+            A target of `model_target` has a batch of its own.
         frames, step, stride: for clips, the frames per clip, the distance between these frames, and the distance
             between the first frames of consecutive clips (None: clips share no frames).
         point_columns: numbers per point in a .bin file.
@@ -214,7 +216,16 @@ def map_items(
         raise InputError(f"got {given} and a scheduler, which has its own workers: give only one of them")
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"device {device!r} is not known: expected auto, cpu or cuda")
-    made = target if isinstance(target, Target) else callable_target(target, batch)
+    if isinstance(target, Target):
+        if batch not in (None, target.batch):
+            its = "no batch" if target.batch is None else f"a batch of {target.batch}"
+            raise InputError(
+                f"got batch={batch!r}, but the target {target.name} was made with {its}: give the batch to the "
+                "function that makes the target (model_target)"
+            )
+        made = target
+    else:
+        made = callable_target(target, batch)
     if made.prepare is not None:
         if kind not in (None, "image"):
             raise InputError(f"{made.name} accepts photographs, not items of kind {kind}")
@@ -230,14 +241,17 @@ def map_items(
         unread: list[str] = []
         items = (item for item in _noted(list_items(files, decoding), unread) if item not in parts.done)
         first = next(items, None)
-        run = _Run(parts, progress, len(files) if kind in ("image", "cloud", "path") else None)
+        whole, done = kind in ("image", "cloud", "path"), 0
+        if whole and parts.done.rows:  # `out` may also have rows of other inputs
+            done = sum(item in parts.done for item in list_items(files, decoding))
+        run = _Run(parts, progress, len(files) if whole else None, done)
         if first is not None:
             run.show("workers start")
             run.start["inputs"] = time.monotonic() - begun
             pool, job = _workers(made, decoding, device, workers, decoders, scheduler, timeout_s, say)
             at_once = True
             try:
-                run.all(pool, job, _chained(first, items))
+                run.all(pool, job, chain([first], items))
                 run.start = {"inputs": run.start["inputs"], **pool.start, **run.start}  # in chronological order
                 at_once = False
             except KeyboardInterrupt:
@@ -288,11 +302,6 @@ def _workers(
     return LocalWorkers(job, division), job
 
 
-def _chained(first: Item, others: Iterator[Item]) -> Iterator[Item]:
-    yield first
-    yield from others
-
-
 def size_near_end(size: int, left: int, workers: int, batch: int) -> int:
     """The size of a chunk when this many items are left, in whole batches and at most `size`.
 
@@ -305,14 +314,34 @@ def size_near_end(size: int, left: int, workers: int, batch: int) -> int:
     return max(batch, min(size, share // batch * batch))
 
 
-class _Run:
-    """The loop of a run, and its counters."""
+@dataclass
+class _Work:
+    """Sums over chunks: the items that were decoded and that were passed to the target, and the seconds of both."""
 
-    def __init__(self, parts: Parts, progress: Progress | None, files: int | None) -> None:
-        self.parts, self.progress, self.files = parts, progress, files
+    decoded: int = 0
+    called: int = 0
+    decode_s: float = 0.0
+    call_s: float = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        self.decoded += outcome.decoded
+        self.called += outcome.called
+        self.decode_s += outcome.decode_s
+        self.call_s += outcome.call_s
+
+
+class _Run:
+    """The loop of a run, and its counters.
+
+    Args:
+        files: number of input files if each is one item, otherwise None.
+        done: number of these files that earlier runs have done.
+    """
+
+    def __init__(self, parts: Parts, progress: Progress | None, files: int | None, done: int = 0) -> None:
+        self.parts, self.progress, self.files, self.done = parts, progress, files, done
         self.items = self.errors = self.lost = 0
-        self.decoded = self.called = 0
-        self.decode_s = self.call_s = 0.0
+        self.first_work, self.later_work = _Work(), _Work()  # of each worker's first chunk, and of its later chunks
         self.workers: dict[str, int] = {}  # worker's name -> number of its decoding threads or processes
         self.first_at = self.last_at = 0.0
         self.first_done_at, self.first_done = 0.0, 0  # time of the first finished chunk, and its number of items
@@ -335,9 +364,8 @@ class _Run:
 
     def show(self, what: str) -> None:
         """Show the current work on the progress bar."""
-        there = self.parts.done.rows + self.items
         if self.progress is not None:
-            self.progress(what, there / max(there, self.files) if self.files else 0.0)
+            self.progress(what, (self.done + self.items) / self.files if self.files else 0.0)
 
     def all(self, workers: Workers, job: Job, items: Iterator[Item]) -> None:
         """Process all items. Even if this method raises, the parts contain the finished results."""
@@ -397,10 +425,7 @@ class _Run:
         if self._decodes:
             one, several = ("process", "processes") if outcome.processes else ("thread", "threads")
             self.decoding = f"{outcome.threads} {several if outcome.threads > 1 else one}"
-        self.decoded += outcome.decoded
-        self.called += outcome.called
-        self.decode_s += outcome.decode_s
-        self.call_s += outcome.call_s
+        (self.later_work if outcome.worker in self.workers else self.first_work).add(outcome)
         self.workers[outcome.worker] = outcome.threads
         self._add(outcome.batch, len(chunk.items), outcome.errors)
         if not self._final:
@@ -426,7 +451,7 @@ class _Run:
         """The size of the next chunk. Chunks shrink near the end of the run, if the number of items is known."""
         if self.files is None or not self._final:
             return self._size
-        return size_near_end(self._size, self.files - self.parts.done.rows - self._given, len(self.workers), batch)
+        return size_near_end(self._size, self.files - self.done - self._given, len(self.workers), batch)
 
     def _add(self, rows: Any, count: int, errors: int) -> None:
         if self._final:
@@ -440,8 +465,10 @@ class _Run:
             what = PLACES.get(self._kind, "place")
             place = "" if row["place"] is None else f", {what} {row['place']} (the first is 0)"
             self.first_error = f"{row['input']}{place}: {row['error']}"
-        there = self.parts.done.rows + self.items
-        what = f"{there:,} of {self.files:,} done" if self.files else f"{there:,} done"
+        if self.files:
+            what = f"{self.done + self.items:,} of {self.files:,} done"
+        else:
+            what = f"{self.parts.done.rows + self.items:,} done"
         if self.errors:
             what += f", {self.errors:,} with an error"
         self.show(what)
@@ -460,6 +487,7 @@ class _Run:
     # ---- failed items ------------------------------------------------------------------------------------------------
 
     def _lost(self, chunk: Chunk, why: str | None, more_deaths: int) -> None:
+        """Repeat a lost chunk, item by item after it has ended two workers. Give up an item that has ended three."""
         self.lost += 1
         if why is None:
             self._again.appendleft(chunk)
@@ -498,8 +526,9 @@ class _Run:
         else:
             rate = self.items / working_s if self.items and working_s else None
         threads = sum(self.workers.values())
-        decode = self.decoded * threads / self.decode_s if self.decode_s else None
-        call = self.called * len(self.workers) / self.call_s if self.call_s else None
+        work = self.later_work if self.later_work.decoded else self.first_work
+        decode = work.decoded * threads / work.decode_s if work.decode_s else None
+        call = work.called * len(self.workers) / work.call_s if work.call_s else None
         ceiling = min((each for each in (decode, call) if each), default=None)
         columns = {} if self.parts.columns is None else {each.name: str(each.type) for each in self.parts.columns}
         return MapReport(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,10 @@ def model_target(
     if batch is not None:
         check_count("batch", batch, 1)
     check_count("top", top, 1)
-    if not 0 <= threshold <= 1:
-        raise InputError(f"threshold is {threshold}, expected a number in 0..1")
+    if isinstance(threshold, bool) or not isinstance(threshold, Real) or not 0 <= threshold <= 1:
+        raise InputError(f"threshold is {threshold!r}, expected a number in 0..1")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(f"dtype is {dtype!r}, expected a floating-point dtype of torch, such as torch.float16")
     if name in DETECTORS:
         if weights is None and seed is None:
             raise InputError(f"{name} needs weights (or, to try the model, a seed for random weights)")
@@ -182,9 +185,12 @@ def _target(
     dtype: torch.dtype | None,
     preprocessing: Preprocessing | None = None,
 ) -> ModelTarget:
-    if not isinstance(weights, (str, type(None))):
-        weights = str(weights)
-    made_of = {"weights": weights, "seed": seed, "dtype": None if dtype is None else str(dtype), **options}
+    made_of = {
+        "weights": None if weights is None else str(weights),
+        "seed": seed,
+        "dtype": None if dtype is None else str(dtype),
+        **options,
+    }
     prepare: Preparation
     answer: Answer
     if preprocessing is not None:

@@ -26,10 +26,10 @@ from typing import IO, Any, Self
 import rooftop
 from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.items import Item
-from rooftop.cluster.tables import fitted, whole_schema
+from rooftop.cluster.tables import fitted_table, whole_schema
 from rooftop.errors import InputError, OutputError
 from rooftop.whole_files import write_whole
-from rooftop.words import counted
+from rooftop.words import counted, first_line
 
 FORMAT = 1
 RECORD = "_rooftop.json"
@@ -114,7 +114,7 @@ class Parts:
             for leftover in folder.glob(".part-*"):
                 leftover.unlink()
             names = sorted(folder.glob("part-*.parquet"))
-            self._next = 1 + max((int(path.stem.rpartition("-")[2]) for path in names), default=-1)
+            self._next = 1 + max(map(_number_of, names), default=-1)
             for path in names:
                 self._read(path, retry_errors)
         except BaseException:
@@ -165,8 +165,10 @@ class Parts:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             made_by = {"target": record["target"], "arguments": record["arguments"]}
-            encoded = record["schema"]
-            version = record["format"]
+            encoded, version = record["schema"], record["format"]
+            if encoded is not None and version == FORMAT:
+                pa = load_arrow()
+                self.columns = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded)))
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is damaged: to start over, remove {self.folder} or give another name") from error
         if version != FORMAT:
@@ -177,9 +179,6 @@ class Parts:
                 f"{self.folder} has results of another job: {_differences(made_by, mine)}. To start over, remove the "
                 "folder or give another name"
             )
-        if encoded is not None:
-            pa = load_arrow()
-            self.columns = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded)))
 
     def _read(self, path: Path, retry_errors: bool) -> None:
         pa = load_arrow()
@@ -192,7 +191,7 @@ class Parts:
                 table, bad = whole.filter(whole["error"].is_null()), 0
         except (OSError, ValueError) as error:
             raise InputError(
-                f"{path} is damaged ({error}): remove it, and run the command again to repeat its items"
+                f"{path} is damaged ({first_line(error)}): remove it, and run the command again to repeat its items"
             ) from error
         if again:
             self._write(path, table) if table.num_rows else path.unlink()
@@ -214,7 +213,7 @@ class Parts:
         for path in sorted(self.folder.glob("part-*.parquet")):
             if not pa.parquet.read_schema(path).equals(whole):
                 table = pa.parquet.read_table(path)
-                self._write(path, pa.Table.from_batches([fitted(each, whole) for each in table.to_batches()], whole))
+                self._write(path, fitted_table(table.to_batches(), whole))
         encoded = None if columns is None else base64.b64encode(columns.serialize().to_pybytes()).decode()
         types = None if columns is None else {field.name: str(field.type) for field in columns}
         record = {
@@ -250,8 +249,7 @@ class Parts:
         if not (self.folder / RECORD).exists():
             self.settle(self.columns)
         whole = whole_schema(self.columns)
-        table = load_arrow().Table.from_batches([fitted(each, whole) for each in self._waiting], whole)
-        self._write(self.folder / f"part-{self._next:05d}.parquet", table)
+        self._write(self.folder / f"part-{self._next:05d}.parquet", fitted_table(self._waiting, whole))
         self._next += 1
         self._waiting, self._waiting_bytes = [], 0
 
@@ -286,6 +284,13 @@ class Parts:
                 f"{path} cannot be written ({why}), but {self.folder} keeps {counted(kept, 'row')}: {remedy}, and run "
                 "the same command again, which computes only the missing rows"
             ) from error
+
+
+def _number_of(path: Path) -> int:
+    number = path.stem.removeprefix("part-")
+    if not number.isdecimal():
+        raise InputError(f"{path} is not a part that rooftop map wrote: move it to another folder")
+    return int(number)
 
 
 def _differences(there: dict[str, Any], mine: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Run a network on batches of photographs by calls in two halves, so that the GPU has work while the host reads
 results.
 
-    call = PhotographCall(network, Classes(top=5), "cuda", batch=64)
+    call = PhotographCall(network, Classes(5, preprocessing), "cuda", batch=64)
     rows = call(photographs)                            # both halves; a list of dicts
     begun = call.begin(photographs)                     # starts to copy, normalize and compute; the host does not wait
     table = call.finish(begun)                          # waits for the results: a pyarrow.RecordBatch

@@ -55,7 +55,8 @@ class Arena:
         """The bytes of each slot, for the decoding process. This method maps the file again, since memory that CUDA has
         pinned is not always inherited."""
         memory = mmap.mmap(self._file, len(self._memory))
-        return [np.frombuffer(memory, np.uint8, size, first) for first, size in map(_place, range(len(_all_slots())))]
+        places = map(_place, range(COPIED_SLOTS + LENT_SLOTS))
+        return [np.frombuffer(memory, np.uint8, size, first) for first, size in places]
 
     def read(self, slot: int, size: int) -> Any:
         """The first `size` bytes of a slot, from which tensors are copied."""
@@ -96,15 +97,11 @@ class Arena:
         os.close(self._file)
 
 
-def _all_slots() -> list[int]:
-    """The size of each slot in bytes. The slots from which tensors are copied come first."""
-    return [COPIED_BYTES] * COPIED_SLOTS + [LENT_BYTES] * LENT_SLOTS
-
-
 def _place(slot: int) -> tuple[int, int]:
-    """Return (first byte, size in bytes) of a slot."""
-    sizes = _all_slots()
-    return sum(sizes[:slot]), sizes[slot]
+    """Return (first byte, size in bytes) of a slot. The slots from which tensors are copied come first."""
+    if slot < COPIED_SLOTS:
+        return slot * COPIED_BYTES, COPIED_BYTES
+    return COPIED_SLOTS * COPIED_BYTES + (slot - COPIED_SLOTS) * LENT_BYTES, LENT_BYTES
 
 
 def register(address: int, size: int) -> bool:

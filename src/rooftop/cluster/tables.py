@@ -64,7 +64,7 @@ def row_of(result: Any) -> Row:
 
 
 def _named(values: Mapping[Any, Any], levels: int) -> Row:
-    """A mapping with keys of text, such as "1" for 1."""
+    """Return a mapping as a dict whose keys are text, such as "1" for 1."""
     found = {str(name): _plain(value, levels + 1) for name, value in values.items()}
     if len(found) < len(values):
         names = [str(name) for name in values]
@@ -142,7 +142,7 @@ def _type_of(value: Any) -> Any:
 
 
 def _roomy(kind: Any) -> Any:
-    """The type with more digits in decimals, since the first decimal does not tell how many digits others have."""
+    """Widen the decimals in a type, since the first decimal does not tell how many digits later ones have."""
     pa = load_arrow()
     if pa.types.is_decimal(kind):
         precision, scale = DECIMAL
@@ -255,10 +255,7 @@ def to_batch(
                 continue
             return to_batch(items, checked, columns)  # repeat with the failed rows as errors, whose columns are null
     errors = [each.why if isinstance(each, Failure) else None for each in checked]
-    fixed = [[item.input for item in items], [item.place for item in items], errors]
-    whole = whole_schema(columns)
-    arrays = [pa.array(values, whole.field(i).type) for i, values in enumerate(fixed)] + arrays
-    return pa.RecordBatch.from_arrays(arrays, schema=whole), sum(each is not None for each in errors), columns
+    return _whole_batch(items, errors, arrays, columns), sum(each is not None for each in errors), columns
 
 
 def is_table(results: Any) -> bool:
@@ -268,11 +265,16 @@ def is_table(results: Any) -> bool:
 
 def with_items(items: Sequence[Item], results: Any) -> Any:
     """Add the fixed columns to results without errors, a pyarrow.RecordBatch with one row per item."""
+    return _whole_batch(items, [None] * len(items), results.columns, results.schema)
+
+
+def _whole_batch(items: Sequence[Item], errors: Sequence[str | None], arrays: Sequence[Any], columns: Any) -> Any:
+    """Make a batch of the fixed columns, and of the results' columns with the values `arrays`."""
     pa = load_arrow()
-    whole = whole_schema(results.schema)
-    fixed = [[item.input for item in items], [item.place for item in items], [None] * len(items)]
-    arrays = [pa.array(values, whole.field(i).type) for i, values in enumerate(fixed)]
-    return pa.RecordBatch.from_arrays([*arrays, *results.columns], schema=whole)
+    whole = whole_schema(columns)
+    fixed = [[item.input for item in items], [item.place for item in items], errors]
+    arrays = [*(pa.array(values, whole.field(i).type) for i, values in enumerate(fixed)), *arrays]
+    return pa.RecordBatch.from_arrays(arrays, schema=whole)
 
 
 def _column(values: list[Any], kind: Any) -> Any:
@@ -310,7 +312,7 @@ def _holds_times(kind: Any) -> bool:
 
 
 def _clocks(value: Any) -> Iterator[str]:
-    """What each date or time in a value tells: a date, a time, or a time in a time zone."""
+    """Yield the kind of each date and time in a value: "date", "time" (without a time zone) or "time in a zone"."""
     if isinstance(value, datetime):
         yield "time" if value.tzinfo is None else "time in a zone"
     elif isinstance(value, date):
@@ -406,9 +408,12 @@ def fitted(batch: Any, schema: Any) -> Any:
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+def fitted_table(batches: Sequence[Any], schema: Any) -> Any:
+    """A pyarrow.Table of batches, each fitted to the schema."""
+    return load_arrow().Table.from_batches([fitted(each, schema) for each in batches], schema)
+
+
 def joined(batches: Sequence[Any], columns: Any | None) -> Any:
     """Concatenate batches, with the columns that are known after the last batch."""
-    whole = whole_schema(columns)
-    table = load_arrow().Table.from_batches([fitted(each, whole) for each in batches], whole)
-    (batch,) = table.combine_chunks().to_batches()
+    (batch,) = fitted_table(batches, whole_schema(columns)).combine_chunks().to_batches()
     return batch

@@ -18,7 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from rooftop.cluster.items import check_count
 from rooftop.errors import ModelRunError, TargetError
-from rooftop.words import did_you_mean, whole_message
+from rooftop.user_code import found_in
+from rooftop.words import whole_message
 
 Call = Callable[[list[Any]], Sequence[Any]]
 """A function from the values of several items to their results, in the same order."""
@@ -188,7 +189,10 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
         return CallableTarget(name, None, batch, pickled(given, name))
     where, _, attribute = given.rpartition(":")
     if not where or not attribute:
-        raise TargetError(f"{given!r}: expected a model's name, my.py:function or package.module:function")
+        raise TargetError(
+            f"{given!r}: expected my.py:function or package.module:function (in Python, one of Rooftop's models is "
+            "model_target(name))"
+        )
     if where.endswith(".py"):
         where = os.path.abspath(where)
     if not callable(found := imported(where, attribute)):
@@ -241,13 +245,7 @@ def imported(where: str, attribute: str) -> Any:
         raise ModelRunError(f"importing {where} failed: {whole_message(error)}") from error
     except BaseException as error:
         raise ModelRunError(f"importing {where} raised {_said(error)}") from error
-    if not hasattr(module, attribute):
-        public = [name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name))]
-        raise TargetError(
-            f"{where} has no {attribute!r}; it has {', '.join(public[:8]) or 'nothing callable'}"
-            f"{did_you_mean(attribute, public)}"
-        )
-    return getattr(module, attribute)
+    return found_in(module, f"{where}:{attribute}")
 
 
 def _said(error: BaseException) -> str:

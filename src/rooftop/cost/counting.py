@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from rooftop.cost.lookup import formula_for, later_cost
 from rooftop.hardware.interruptions import pass_on
 from rooftop.hardware.observing import ObservingMode
 from rooftop.hardware.source_lines import current_user_line
+from rooftop.words import in_a_line
 
 Shape = tuple[int, ...]
 
@@ -48,6 +50,11 @@ class TensorSpec:
     dtype: torch.dtype
     channels_last: bool = False
     memory: int = field(default=0, compare=False)
+
+    @property
+    def bytes(self) -> int:
+        """The size of a contiguous tensor with this shape and dtype."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +198,7 @@ class CountingMode(ObservingMode):
                 self._later[index] = cost
         except Exception as error:  # tensors of an unknown kind must not end the program
             pass_on(error)
-            why = f"its tensors cannot be read: {type(error).__name__}: {error}"
+            why = f"its tensors cannot be read: {in_a_line(error)}"
             record = Record(str(func), (), "", "", scope, phase, None, why)
         self._records.append(record)
         return out
@@ -235,7 +242,7 @@ def _device_type(arguments: Any) -> str:
 
 
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, scope: str, phase: str) -> Record:
-    if isinstance(func, HigherOrderOperator):  # these have no schema; see `higher_order`
+    if isinstance(func, HigherOrderOperator):  # it has no schema; see `later_cost`
         name, inputs = f"higher_order::{func.name()}", list(tensors_in((args, kwargs)))
         cost, uncovered, title = None, "no formula", ""
     else:
@@ -246,11 +253,11 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     tensors = inputs or list(tensors_in(out))
     flowing = phase != "optimizer"
     specs: dict[int, TensorSpec] = {}
-    leading = next((t for t in tensors if t.is_floating_point() or t.is_complex()), tensors[0] if tensors else None)
+    leading = leading_of(tensors)
     return Record(
         name=name,
         shapes=tuple(() if t.is_nested else tuple(t.shape) for t in inputs),
-        dtype=str(leading.dtype).removeprefix("torch.") if leading is not None else "",
+        dtype=dtype_name(leading),
         device=str(leading.device) if leading is not None else "",
         scope=scope,
         phase=phase,
@@ -262,6 +269,16 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
         outputs=tuple([_tensor_spec(t, specs) for t in tensors_in(out)]) if flowing else (),
         title=title,
     )
+
+
+def leading_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The first floating-point or complex tensor; the first tensor if there is none; None without tensors."""
+    return next((t for t in tensors if t.is_floating_point() or t.is_complex()), tensors[0] if tensors else None)
+
+
+def dtype_name(tensor: Tensor | None) -> str:
+    """The name of a tensor's dtype, such as "bfloat16"; "" for None."""
+    return str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
 
 
 def title_of(call: Call) -> str:
@@ -348,7 +365,7 @@ def counted(call: Call) -> tuple[Cost | None, str]:
 
 
 def _failed(error: Exception) -> str:
-    return f"formula failed: {type(error).__name__}: {error}"
+    return f"formula failed: {in_a_line(error)}"
 
 
 def _require_figures(cost: Cost) -> None:

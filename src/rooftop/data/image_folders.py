@@ -20,6 +20,7 @@ from torch import Tensor
 from rooftop.data.image_transforms import Drawn, ImageTransform
 from rooftop.errors import InputError
 from rooftop.media.images import SUFFIXES, RgbPixels, pillow_image
+from rooftop.words import counted
 
 Transform = Callable[[Image.Image, np.random.Generator | None], Any]
 
@@ -68,7 +69,7 @@ class ImageFolder:
             self.labels += [label] * len(found)
         if ignored:
             warnings.warn(
-                f"{self.root} holds {len(ignored)} images that are not used, the first one is {ignored[0]}: expected "
+                f"{self.root} holds {counted(len(ignored), 'unused image')}, the first one is {ignored[0]}: expected "
                 f"{', '.join(sorted(SUFFIXES))}",
                 stacklevel=2,
             )

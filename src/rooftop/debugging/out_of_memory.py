@@ -352,9 +352,8 @@ def explanation_of(
     """
     traces = snapshot["device_traces"]
     trace = traces[device] if device < len(traces) else []
-    allocations = {
-        entry["addr"]: entry for entry in trace if entry["action"] == "alloc"
-    }  # the last allocation at each address
+    # the last allocation at each address
+    allocations = {entry["addr"]: entry for entry in trace if entry["action"] == "alloc"}
     tensors = [
         _live_tensor(block, address, allocations.get(address), known.get(address))
         for segment in snapshot["segments"]

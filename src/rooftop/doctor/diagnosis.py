@@ -173,7 +173,8 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _triton(part: str) -> Finding:
-    """Check that Triton has the version that torch's metadata requires. On a GPU, also run a tiny kernel."""
+    """Check that Triton has the version that torch's metadata requires or, if torch requires no Triton, Rooftop's. On a
+    GPU, also run a tiny kernel."""
     asked = [(name, spec) for name, spec in asked_by("torch").items() if "triton" in name]
     name, spec = asked[0] if asked else ("triton", asked_by("rooftop", extra="triton").get("triton", ""))
     asker = "torch" if asked else "Rooftop"

@@ -18,7 +18,8 @@ class Finding:
     """The result of checking one part of the installation (the driver, a compiler, a package).
 
     Attributes:
-        status: "absent" means that the part is optional and not installed.
+        status: "absent" means that the part is optional, and not installed or not usable here; "broken" that it needs
+            to be fixed.
         found: text with the versions and properties that were found.
         problem: a description of the problem; "" if there is none.
         command: the command that fixes or installs the part; "" if there is nothing to do or no command is known.

@@ -24,20 +24,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rooftop.errors import MeasurementError
+from rooftop.hardware.sequences import synchronize
 
 SIZES = tuple(m << 20 for m in (1, 16, 256))
+"""Sizes of messages in bytes. Each is rounded down to a size that the devices can divide among them."""
 SAMPLES = 3
 TIMEOUT_S = 60.0
 
 
 def collective_rates(
-    devices: Sequence[torch.device | str], sizes: Sequence[int] = SIZES, timeout_s: float = TIMEOUT_S
+    devices: Sequence[torch.device | str], sizes: Sequence[int] | None = None, timeout_s: float = TIMEOUT_S
 ) -> dict[str, dict[int, float]]:
     """Measure the bus bandwidth of "all_reduce" and "all_gather" by message size.
 
     Args:
         devices: two or more, all GPUs (through NCCL) or all "cpu" (through gloo).
-        sizes: sizes of the messages in bytes, divisible by four times the number of devices.
+        sizes: sizes of the messages in bytes, divisible by four times the number of devices; None: `SIZES`, rounded
+            down to such sizes.
         timeout_s: time limit after which all processes are killed.
 
     Returns:
@@ -51,8 +54,10 @@ def collective_rates(
     kinds = {device.type for device in where}
     if len(where) < 2 or len(kinds) != 1 or not kinds <= {"cpu", "cuda"}:
         raise ValueError(f"expected two or more GPUs, or two or more times 'cpu', got {list(map(str, where))}")
-    if not sizes or any(size <= 0 or size % (4 * len(where)) for size in sizes):
-        raise ValueError(f"expected sizes in bytes divisible by {4 * len(where)}, got {list(sizes)}")
+    unit = 4 * len(where)  # bytes: a float32 for each device
+    sizes = [size // unit * unit for size in SIZES] if sizes is None else sizes
+    if not sizes or any(size <= 0 or size % unit for size in sizes):
+        raise ValueError(f"expected sizes in bytes divisible by {unit}, got {list(sizes)}")
     with tempfile.TemporaryDirectory(prefix="rooftop-collectives-") as folder:
         command = [sys.executable, "-m", __name__, folder, ",".join(map(str, sizes)), *map(str, where)]
         logs = [Path(folder, f"log{rank}") for rank in range(len(where))]
@@ -123,20 +128,15 @@ def _seconds(collective: Callable[[], object], device: torch.device, size: int) 
     samples = []
     for _ in range(1 + SAMPLES):  # the first sample warms up and is not counted
         dist.barrier()
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         for _ in range(calls):
             collective()
-        _synchronize(device)
+        synchronize(device)
         samples.append((time.perf_counter() - began) / calls)
     fastest: Tensor = torch.tensor(min(samples[1:]), device=device)
     dist.all_reduce(fastest, op=dist.ReduceOp.MAX)  # the slowest process determines the time of a call
     return float(fastest)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Conditions during a measurement: other processes, clocks, temperature, power.
 
+    seconds                  duration of the measurement
     others_cores             cores that other programs kept busy
-    threads, cores           cores that the measurement used; cores in total
-    others_on_gpu_percent    utilization of the GPU by other processes when the measurement began
+    threads, cores           threads that the measurement used; cores of the machine
+    others_on_gpu_percent    utilization of the GPU when the measurement began; 0 if no other process used the GPU
     sm_clock_mhz, max_sm_clock_mhz, temperature_c, power_w, power_limit_w
                              values of the GPU at the end
 
-Values that the driver does not report are omitted.
+A measurement of ceilings also has "seconds PART" for each of its parts. Values that the driver does not report are
+omitted.
 """
 
 from __future__ import annotations

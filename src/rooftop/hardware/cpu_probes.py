@@ -39,8 +39,6 @@ SAMPLE_S = 1e-3
 SLOW_S = 0.05  # a slower call has no fast path for its dtype: take one sample per round, and skip larger shapes
 
 Call = Callable[[], object]
-
-
 Candidate = tuple[str, float, Call]
 """A candidate for a figure: the figure's name, the bytes or flops of a call, and the call."""
 
@@ -101,7 +99,7 @@ def _without_launch(seconds: float, launch_s: float) -> float:
 
 
 def _patterns(whole: Tensor) -> Iterator[Candidate]:
-    """All access patterns within one block of memory, `whole` (n,) in float32."""
+    """The calls of all access patterns within one block of memory, `whole` (n,) in float32."""
     half, third = whole.numel() // 2, whole.numel() // 3
     total = torch.empty(())
     a, b = whole[:half], whole[half : 2 * half]
@@ -148,8 +146,8 @@ def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _burst(call: Call, seconds: float) -> list[float]:
-    """Seconds per call, from samples that together take about `seconds`, after a first call that does not count. A slow
-    call gets one sample."""
+    """Seconds per call, for each of the samples that together take about `seconds`, after a first call that does not
+    count. A call that takes longer than `seconds` gets one sample."""
     began = time.perf_counter()
     call()
     first = time.perf_counter() - began

@@ -36,7 +36,7 @@ from rooftop.hardware.ceilings import Progress
 from rooftop.hardware.device import cpu, gpu, versions
 from rooftop.hardware.figures import DISTURBED_SPREAD
 from rooftop.hardware.timing import MEASURE_S, Timing, compare, measure
-from rooftop.words import did_you_mean
+from rooftop.words import counted, did_you_mean
 
 FORMAT = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -267,7 +267,9 @@ def _checked(device: torch.device) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MeasurementError(NEEDS_GPU)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{device} does not exist: torch can use {torch.cuda.device_count()} GPUs on this machine")
+        raise ValueError(
+            f"{device} does not exist: torch can use {counted(torch.cuda.device_count(), 'GPU')} on this machine"
+        )
     return device
 
 

@@ -19,14 +19,15 @@ import torch
 
 from rooftop.hardware.nvml import Nvml, nvml_session
 from rooftop.hardware.topology import NvLink, Peer, nv_links, peers
+from rooftop.words import counted
 
 
 @dataclass(frozen=True)
 class Gpu:
     """A GPU. Memory and caches are in bytes, registers are counted, clocks are in MHz, power is in W.
 
-    `links` are the active NVLink links (None if the driver does not report them). `topology` is the connection to each
-    other GPU.
+    `links` are the active NVLink links (None if the driver does not report them). `topology` is the path to each other
+    GPU, by name ("cuda:1"). `pcie_generation` and `pcie_width` are the highest that the GPU and its slot support.
     """
 
     index: int
@@ -97,7 +98,7 @@ def gpu(index: int) -> Gpu:
     """
     count = torch.cuda.device_count()
     if not 0 <= index < count:
-        raise ValueError(f"no GPU {index}: torch can use {count} GPUs on this machine")
+        raise ValueError(f"no GPU {index}: torch can use {counted(count, 'GPU')} on this machine")
     with nvml_session() as nvml:
         return _gpu(nvml, index, _links(nvml, count))
 

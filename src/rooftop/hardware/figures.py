@@ -1,5 +1,5 @@
-"""The *figures* of a machine: the values that a ceilings measurement finds, by name. This file also decides which of
-two values of a figure is better.
+"""The *figures* of a machine: the values that a measurement of ceilings finds, by name. This file also decides which
+of two values of a figure is better.
 
     memory 25165824 copy              bytes/s of a pattern at a working set in bytes
     flops bf16, sustained bf16        flop/s in a short burst at full clocks, and in continuous work

@@ -143,13 +143,8 @@ class History:
             sustained=kinds["sustained"],
             pulse=kinds["pulse"],
             conditions=last.conditions,
-            raises=tuple(
-                each
-                for each in self.raises
-                if figures[each.figure]
-                == each.after
-                != measured.get(each.figure)  # keep only the raises that determine a present ceiling
-            ),
+            # only the raises that determine a present ceiling
+            raises=tuple(r for r in self.raises if figures[r.figure] == r.after != measured.get(r.figure)),
         )
 
     def lower(self) -> list[Lower]:

@@ -99,12 +99,12 @@ def _device_work(events: Iterable[Any]) -> list[tuple[str, int]]:
     """(name, ns) of each kernel, copy and fill on the device, in order of start, without the spans of
     `record_function`.
     """
-    work = [e for e in events if e.device_type().name == "CUDA" and not e.is_user_annotation() and _is_work(e)]
+    work = [e for e in events if e.device_type().name == "CUDA" and not e.is_user_annotation() and is_device_work(e)]
     work.sort(key=lambda event: event.start_ns())
     return [(event.name(), event.duration_ns()) for event in work]
 
 
-def _is_work(event: Any) -> bool:
+def is_device_work(event: Any) -> bool:
     """Whether a device event is a kernel, copy or fill, not a wait for an event or a stream.
 
     Older profilers do not report the type of an event, so all their events count.

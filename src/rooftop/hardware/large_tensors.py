@@ -1,4 +1,4 @@
-"""Explain why a tensor is too large: it has more bytes than a tensor can have, or than the host's memory has free."""
+"""Explain why a tensor is too large: no tensor can have that many bytes, or the host has less free memory."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import psutil
 DISTURBING_SHARE = 0.05
 """If other programs took more than this share of the cores that a measurement needed, they may have slowed the
 measurement down."""
-LEAST_S = 0.2  # seconds; Linux counts in ticks of 10 ms, so a shorter block gives no useful figure
+LEAST_S = 0.2  # Linux counts in ticks of 10 ms, so a shorter block gives no useful figure
 
 
 @dataclass
@@ -29,7 +29,8 @@ class OtherLoad:
     seconds: float = 0.0
 
     def disturbs(self, threads: int) -> bool:
-        """Whether other processes took cores from a measurement that needed `threads` cores."""
+        """Whether other processes took cores from a measurement that needed `threads` cores. False for a block that is
+        too short for a useful figure."""
         missing = self.cores + threads - (os.cpu_count() or 1)
         return self.seconds >= LEAST_S and missing > DISTURBING_SHARE * threads
 

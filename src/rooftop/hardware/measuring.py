@@ -22,7 +22,7 @@ from rooftop.hardware.figures import PRECISIONS
 from rooftop.hardware.histories import History, history_of
 from rooftop.hardware.probes import identity, machine_of, parts_of, probe
 from rooftop.whole_files import write_whole
-from rooftop.words import did_you_mean
+from rooftop.words import counted, did_you_mean
 
 
 def measure_ceilings(
@@ -60,7 +60,7 @@ def measure_ceilings(
             f"unknown precision {unknown[0]!r}; known are {', '.join(PRECISIONS)}{did_you_mean(unknown[0], PRECISIONS)}"
         )
     path = cache_path(identity(where))
-    known = None if refresh else _read(path)
+    known = None if refresh else _known(path)
     unwanted = {*(() if transfers else ("transfers",)), *(() if links else ("links",))}
     if precisions is not None:
         unwanted |= set(PRECISIONS) - set(precisions)
@@ -83,7 +83,7 @@ def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilin
     where = _device(device)
     found = history_of(ceilings)
     path = cache_path(identity(where))
-    known = _read(path)
+    known = _known(path)
     here = machine_of(where).device_id
     if here != found.machine.device_id:
         raise ValueError(
@@ -101,6 +101,7 @@ def ceilings_history(device: torch.device | str | None = None) -> History | None
     Raises:
         ValueError: the device is not on this machine.
         CeilingsFileError: the cached file is corrupt.
+        OSError: the cached file cannot be read.
     """
     return _read(cache_path(identity(_device(device))))
 
@@ -133,13 +134,18 @@ def _device(device: torch.device | str | None) -> torch.device:
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"ceilings can be measured on cpu and cuda devices, got {where}")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{where} does not exist: torch can use {torch.cuda.device_count()} GPUs on this machine")
+        raise ValueError(
+            f"{where} does not exist: torch can use {counted(torch.cuda.device_count(), 'GPU')} on this machine"
+        )
     return where
 
 
 def _read(path: Path) -> History | None:
-    """The history in a file. None if there is no file, or if the file has the first format; everything is then measured
-    again.
+    """The history in a file. None if there is no file, or if the file has the first format.
+
+    Raises:
+        CeilingsFileError: the file is corrupt.
+        OSError: the file cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -155,6 +161,15 @@ def _read(path: Path) -> History | None:
         return History.from_dict(plain)
     except (ValueError, RecursionError) as error:
         raise _unusable(path, error) from error
+
+
+def _known(path: Path) -> History | None:
+    """The history in a file, as `_read` returns it. None also if the system refuses to read the file: `_add` warns
+    about that."""
+    try:
+        return _read(path)
+    except OSError:
+        return None
 
 
 def _unusable(path: Path, error: BaseException) -> CeilingsFileError:
@@ -188,8 +203,8 @@ def _add(path: Path, found: History, replace_corrupt: bool) -> History:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock, so that only one process at a time changes the file. The lock is released however the process
-    ends."""
+    """Hold a lock, so that only one process at a time changes the file. If the process is killed, the system releases
+    the lock."""
     with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
         try:
             import fcntl  # Windows lacks this module: there the last of two simultaneous writers wins

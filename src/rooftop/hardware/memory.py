@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from rooftop.hardware.device import gpu_uuid
 from rooftop.hardware.nvml import nvml_session
 from rooftop.hardware.observing import ObservingMode
+from rooftop.words import counted
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     Earlier storages, workspaces of kernels, and allocations of compiled code (`torch.compile`) are not counted.
 
     Args:
-        device: by default the current GPU, or the CPU if there is none.
+        device: by default the current GPU, or the CPU if there is no GPU.
 
     Raises:
         ValueError: the device is not on this machine.
@@ -149,7 +150,9 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpus = torch.cuda.device_count()
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= gpus):
-        raise ValueError(f"track({device}): expected cpu or a GPU of this machine; torch can use {gpus} GPUs")
+        raise ValueError(
+            f"track({device}): expected cpu or a GPU of this machine; torch can use {counted(gpus, 'GPU')}"
+        )
     with _tracked_gpu(device) if device.type == "cuda" else _tracked_cpu(device) as tracked:
         yield tracked
 

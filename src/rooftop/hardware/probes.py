@@ -1,15 +1,16 @@
 """Run the measurements for the ceilings. A measurement has parts ("launches", "memory", "bf16", ...).
 
-On a GPU, every measured value is computed from a kernel's shortest duration in the profiler, which also times
-operators. On a CPU, every measured value is computed from the fastest of several bursts. A ceiling is the best result
-of the undisturbed machine.
+On a GPU, bandwidths and burst matrix rates come from a kernel's shortest duration in the profiler, which also times
+operators. Launches, transfers and sustained rates are timed between events. On a CPU, every value comes from the
+fastest of several bursts. A ceiling is the best result of the undisturbed machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ def probe(device: torch.device, parts: Collection[str], progress: Progress) -> H
     machine = machine_of(device)
     wanted = [part for part in parts_of(device) if part in parts]
     gpus = [device.index or 0] if device.type == "cuda" else []
-    with Watch(device) as watch, usual_defaults(), torch.no_grad(), _full_precision(), torch.random.fork_rng(gpus):
+    with Watch(device) as watch, usual_defaults(), torch.no_grad(), full_precision(), torch.random.fork_rng(gpus):
         if device.type == "cuda":
             from rooftop.hardware.gpu_probes import probe_gpu
 
@@ -72,13 +73,38 @@ def probe(device: torch.device, parts: Collection[str], progress: Progress) -> H
 
 
 @contextmanager
-def _full_precision() -> Iterator[None]:
-    """After the block, restore the user's switch for TF32, which measurements of matrix products change."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
+def full_precision() -> Iterator[None]:
+    """Within the block, float32 products and convolutions are computed in float32, not in TF32 or bfloat16. Restore the
+    program's switches afterwards.
+
+    PyTorch has older switches (`allow_tf32`, `set_float32_matmul_precision`) and newer ones (`fp32_precision`). Once a
+    program has set only the newer ones, reading the older ones raises an error, unless both agree.
+    """
+    backends: Any = torch.backends
+    cudnn = backends.cudnn
+    switches = (backends, backends.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, backends.mkldnn.matmul)
+    newer = [(switch, switch.fp32_precision) for switch in switches]
+    products = _readable(torch.get_float32_matmul_precision)
+    convolutions = _readable(torch._C._get_cudnn_allow_tf32)
+    torch.set_float32_matmul_precision("highest")
+    torch._C._set_cudnn_allow_tf32(False)
+    for switch in switches:
+        switch.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+        torch.set_float32_matmul_precision("highest" if products is None else products)
+        torch._C._set_cudnn_allow_tf32(True if convolutions is None else convolutions)
+        for switch, precision in newer:
+            switch.fp32_precision = precision
+
+
+def _readable(read: Callable[[], Any]) -> Any:
+    """The value of one of PyTorch's older switches; None if it disagrees with a newer one."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
 
 
 def now() -> str:

@@ -15,6 +15,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -25,11 +26,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from rooftop.errors import RooftopError
 from rooftop.hardware.device import Gpu, devices
 from rooftop.hardware.threads import Modes, caller_stream, current, noted, places_of, run_together, with_index
+from rooftop.words import counted
 
 Result = TypeVar("Result")
 
 NVLINK_PATHS = ("NVLink", "NVLink switch")
-"""The kinds of path in `rooftop.hardware.topology.Peer`."""
+"""The values of `rooftop.hardware.topology.Peer.path` for a path over NVLink."""
 
 
 class DeviceSelectionError(RooftopError, ValueError):
@@ -60,7 +62,7 @@ def select_devices(
     """
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"count is the number of GPUs to choose: expected 1 or more, got {count!r}")
-    if min_capability is not None and (len(min_capability) != 2 or not all(isinstance(n, int) for n in min_capability)):
+    if min_capability is not None and not _is_capability(min_capability):
         raise ValueError(f"min_capability is a compute capability like (9, 0), got {min_capability!r}")
     gpus = [device for device in devices() if isinstance(device, Gpu)]
     partner = None if near is None else _gpu_of(near, gpus)
@@ -73,12 +75,19 @@ def select_devices(
     return [torch.device("cuda", gpu.index) for gpu in fit[:count]]
 
 
+def _is_capability(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(number, int) for number in value)
+
+
 def _gpu_of(near: torch.device | str | int, gpus: list[Gpu]) -> Gpu:
-    device = torch.device("cuda", near) if isinstance(near, int) else with_index(torch.device(near))
-    found = next((gpu for gpu in gpus if device == torch.device("cuda", gpu.index)), None)
-    if found is None:
-        raise ValueError(f"near={near!r} is not a GPU of this machine: torch can use {len(gpus)} GPUs, from cuda:0")
-    return found
+    with suppress(RuntimeError):  # no device has this name or index
+        device = torch.device("cuda", near) if isinstance(near, int) else with_index(torch.device(near))
+        for gpu in gpus:
+            if device == torch.device("cuda", gpu.index):
+                return gpu
+    raise ValueError(
+        f"near={near!r} is not a GPU of this machine: torch can use {counted(len(gpus), 'GPU')}, from cuda:0"
+    )
 
 
 def _free_bytes(gpu: Gpu) -> int:

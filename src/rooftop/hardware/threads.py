@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rooftop.words import counted
+
 
 def places_of(named: Sequence[torch.device | str] | None) -> list[torch.device]:
     """The given devices, with indices. If no devices are given: all GPUs, or the CPU if there are none.
@@ -27,7 +29,8 @@ def places_of(named: Sequence[torch.device | str] | None) -> list[torch.device]:
     missing = [p for p in places if p.type == "cuda" and (p.index or 0) >= torch.cuda.device_count()]
     if missing:
         raise ValueError(
-            f"{', '.join(map(str, missing))}: torch {torch.__version__} can use {torch.cuda.device_count()} GPUs here"
+            f"{', '.join(map(str, missing))}: torch {torch.__version__} can use "
+            f"{counted(torch.cuda.device_count(), 'GPU')} here"
         )
     return places
 

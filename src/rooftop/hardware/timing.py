@@ -18,6 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +31,8 @@ MEASURE_S = 0.25
 LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
 SLOW_SAMPLES = 2
-SURE_ROUNDS = 3
-BY_CHANCE = 0.02
+SURE_ROUNDS = 3  # a gain needs at least this many rounds to be more than noise
+BY_CHANCE = 0.02  # the highest probability with which equally fast variants may pass for a gain
 AHEAD_S, MOST_AHEAD = 5e-3, 64  # how far the host may run ahead in the warm-up: seconds, calls
 LEAST_SAMPLE_S = 1e-3  # a CUDA event has a resolution of about 0.5 us: 0.05% of a sample
 
@@ -64,9 +65,9 @@ def measure(
 
     Args:
         fn: function without arguments. The function must run on `device`, and need not synchronize with a GPU.
-        device: the device on which the call runs.
+        device: the device on which the call runs. A GPU is the current one during the calls.
         seconds: about how long to measure; at least `LEAST_SAMPLES` samples are taken.
-        warm_up_seconds: about how long to warm up; the function is called at least twice.
+        warm_up_seconds: about how long to warm up; the warm-up calls the function at least twice.
         graph: capture the call in a CUDA graph and time its replays (GPU only).
 
     Raises:
@@ -91,22 +92,22 @@ def compare(
     device = torch.device(device)
     if graph and device.type != "cuda":
         raise ValueError(f"graph=True needs a CUDA device, got {device}")
-    timed: dict[str, Callable[[], float]] = {}
-    for name, fn in variants.items():
-        if graph:
-            fn = captured(fn)
-        timed[name] = _sampler(fn, device, warm_up_seconds)
-    samples: dict[str, list[float]] = {name: [] for name in timed}
-    spent = dict.fromkeys(timed, 0.0)
-    names, orders = list(timed), itertools.cycle(balanced_orders(len(timed)))
-    for round_, order in zip(range(MOST_SAMPLES), orders, strict=False):
-        for name in (names[i] for i in order):
-            if round_ < LEAST_SAMPLES or spent[name] < seconds:
-                began = time.perf_counter()
-                samples[name].append(timed[name]())
-                spent[name] += time.perf_counter() - began
-        if round_ >= LEAST_SAMPLES and all(s >= seconds for s in spent.values()):
-            break
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    spent = dict.fromkeys(variants, 0.0)
+    names, orders = list(variants), itertools.cycle(balanced_orders(len(variants)))
+    # events must be recorded on the device of the calls, even if another GPU is the current one
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        timed = {
+            name: _sampler(captured(fn) if graph else fn, device, warm_up_seconds) for name, fn in variants.items()
+        }
+        for round_, order in zip(range(MOST_SAMPLES), orders, strict=False):
+            for name in (names[i] for i in order):
+                if round_ < LEAST_SAMPLES or spent[name] < seconds:
+                    began = time.perf_counter()
+                    samples[name].append(timed[name]())
+                    spent[name] += time.perf_counter() - began
+            if round_ >= LEAST_SAMPLES and all(s >= seconds for s in spent.values()):
+                break
     return {name: timing_of(values) for name, values in samples.items()}
 
 
@@ -144,7 +145,7 @@ def rotated(fn: Callable[..., object], argument_sets: Sequence[Sequence[Tensor]]
 
 
 def rotated_copies(tensors: Sequence[Tensor], cache_bytes: int) -> list[list[Tensor]]:
-    """The tensors and copies of them, enough that all together are at least twice the size of the cache."""
+    """The tensors, followed by enough copies of them that the copies alone are at least twice as large as the cache."""
     size = max(1, sum(t.numel() * t.element_size() for t in tensors))
     count = max(1, math.ceil(2 * cache_bytes / size))
     return [list(tensors)] + [

@@ -101,7 +101,8 @@ def _link(nvml: Nvml, uuid: str | None, number: int) -> NvLink:
 
 
 def _field(module: Any, handle: Any, field: int, scope: int) -> int | None:
-    """An unsigned field of NVML; None if this GPU lacks it."""
+    """The value of an unsigned NVML field, where `scope` is the number of the link; None if this GPU lacks the
+    field."""
     (found,) = module.nvmlDeviceGetFieldValues(handle, [(field, scope)])
     return int(found.value.uiVal) if found.nvmlReturn == 0 else None
 

@@ -28,7 +28,8 @@ def require_plotly(option: str = "--chart") -> None:
 
 
 def page(climbs: Sequence[Climb]) -> str:
-    """The HTML page of the climbs. Rungs without a time are left out. A climb without timed rungs has no chart."""
+    """The HTML page of the climbs. Rungs without a time are left out, so a climb without timed rungs has an empty
+    chart."""
     charts = "".join(_chart(climb, first=place == 0) for place, climb in enumerate(climbs))
     return framed("The ladder", charts)
 
@@ -56,7 +57,8 @@ def framed(
 
 
 def _chart(climb: Climb, first: bool) -> str:
-    """The chart of one ladder: a bar for each rung, grouped by tool, with the first rung on top."""
+    """The HTML of one ladder: its heading, a bar for each timed rung, coloured by tool, with the first rung on top, and
+    the remarks."""
     from plotly import graph_objects
 
     measured = [rung for rung in climb.rungs if rung.percent_of_roof is not None]

@@ -1,7 +1,7 @@
 """The indexing ladder: C = A + B of n x n float32, with grids of one, two and three dimensions laid over the matrix.
 
 The work is the same as in the vector ladder. Two values are predicted before anything is measured: how many 32-byte
-sectors an access of a warp touches (32 contiguous floats need 4), and the share of the GPU's resident warps that have
+sectors an access of a warp touches (32 contiguous floats need 4), and how many of the warps that the GPU can hold have
 work.
 """
 
@@ -38,9 +38,9 @@ class Layout:
 
     Attributes:
         instance: the kernel.
-        block: threads in x, y, z.
-        grid: function from (rows, columns) to the number of blocks.
-        place: function from a thread (x, y) of the first block to the row and column at which it begins.
+        block: number of threads in x, y and z.
+        grid: function from (rows, columns) to the number of blocks in x, y and z.
+        place: function from a thread (x, y) of the first block to the row and column of its first element.
     """
 
     instance: str

@@ -98,8 +98,9 @@ def latency_ns(size_bytes: int) -> float:
 
 
 def rate(size_bytes: int, threads: int, pool: ThreadPoolExecutor) -> float:
-    """The bytes/s of all threads together. Each thread reads its own array of `size_bytes`; the threads share the
-    levels beyond L2.
+    """The bytes/s of all threads together. Each thread reads its own array. An array has `size_bytes` if that is below
+    2 MiB, because each core has its own L1 and L2. Otherwise all arrays together have `size_bytes`, because the cores
+    share the larger levels.
     """
     from rooftop.ladder.memory_loops import read
 

@@ -95,7 +95,8 @@ class Stream:
     """Independent loads by many threads.
 
     Attributes:
-        run: function that executes the reads and stores each thread's sum in sums (threads,).
+        run: function that launches the loads.
+        sums: the sum of the values that each thread loaded, (threads,).
         loaded_bytes: bytes loaded in one call.
     """
 

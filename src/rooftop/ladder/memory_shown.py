@@ -73,7 +73,7 @@ def said(climb: MemoryClimb) -> list[str]:
 
 
 def size_text(size_bytes: float) -> str:
-    """ "16 KiB", "1.5 MiB"; empty if there is no size."""
+    """Format a number of bytes: "16 KiB", "1.5 MiB"; "" for 0."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.3g} {name}"
@@ -81,7 +81,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def latency_text(nanoseconds: float) -> str:
-    """ "1.3 ns", "2.1 us"."""
+    """Format a latency: "1.3 ns", "2.1 us"."""
     return f"{nanoseconds:.3g} ns" if nanoseconds < 1000 else f"{nanoseconds / 1e3:.3g} us"
 
 

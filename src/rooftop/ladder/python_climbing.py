@@ -41,8 +41,9 @@ class SpeedOutcome:
         stop: the condition under which this rung is fast enough, in words.
         note: a remark, or after an error the error's message.
         copied_bytes: bytes that one call copies between processes, or to and from the GPU; None if nothing is copied.
-        ms: time of the fastest call, because other programs disturb a CPU, and a roof is also a fastest time.
-        spread: spread of all calls.
+        ms: time of the fastest call. (Other programs disturb a CPU, and a roof is also a fastest time.) For plain
+            Python, the time of the fastest part, times the number of parts.
+        spread: spread of the times of all calls (see `Timing`).
         speed_up: the first rung's time divided by this rung's time.
         percent_of_roof: 100 * roof / ms.
     """
@@ -105,7 +106,7 @@ def climb_python(
         ladder: made by `python_ladder`.
         device: device of the rungs on a GPU; "cpu" if there is none.
         seconds: about how long to time a rung. A rung whose call takes longer than 0.2 s is timed by two calls instead.
-            Plain Python is timed on 128 of the points.
+            Plain Python is timed on a part of the points, at least 128 if there are so many.
         progress: called with (the current activity, fraction done).
     """
     progress("roofs", 0.0)
@@ -174,7 +175,7 @@ def difference(found: Array, expected: Array) -> str:
 
 
 def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome], list[float]]:
-    """Compare each rung's result with the first rung's. Return the outcomes, and the time of one call of each rung.
+    """Compare each rung's result with the first rung's. Return the outcomes, and the seconds of one call of each rung.
 
     If the first call was slow, a second call is made, because the first may have included compiling or starting
     processes.
@@ -213,7 +214,6 @@ def _timed(
     """Time all rungs with a correct result. Return the timings by the rung's index. Rungs that are timed in the same
     way (`SpeedRung.clock`) are interleaved. On the host, slow rungs and rungs with a `part` are timed separately.
     """
-    found: dict[int, Timing] = {}
     right = {place: rung for place, rung in enumerate(ladder.rungs) if outcomes[place].status == CHECKED}
 
     def calls(belongs: Callable[[int, SpeedRung], bool]) -> dict[str, Callable[[], object]]:
@@ -233,8 +233,7 @@ def _timed(
         there = calls(lambda place, rung, clock=clock: rung.clock == clock)  # type: ignore[misc]
         if there and device.type == "cuda":
             timings |= compare(there, device=device, seconds=seconds, graph=clock == "graph")
-    found |= {int(place): timing for place, timing in timings.items()}
-    return found
+    return {int(place): timing for place, timing in timings.items()}
 
 
 def _with_times(

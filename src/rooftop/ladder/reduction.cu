@@ -18,8 +18,8 @@ template <int BLOCK> __global__ void divergent(const float* x, float* sums, long
     if (t == 0) sums[blockIdx.x] = kept[0];
 }
 
-// The same pairs as in `divergent`, but neighbouring threads add them. Whole warps become idle, but the active threads have bank
-// conflicts.
+// The same pairs as in `divergent`, but neighbouring threads add them. Whole warps become idle, but the active threads
+// have bank conflicts.
 template <int BLOCK> __global__ void neighboured(const float* x, float* sums, long long n) {
     __shared__ float kept[BLOCK];
     const int t = threadIdx.x;
@@ -104,8 +104,8 @@ template <int UNROLL, int BLOCK> __global__ void shuffled(const float* x, float*
 }
 
 // A single launch of as many blocks as the GPU holds at a time. The blocks read x in 16-byte accesses, and each thread
-// has FLIGHT accesses in flight. The block
-// that finishes last adds the sums of all blocks, always in the same order. `done` is 0 before and after the launch.
+// has FLIGHT accesses in flight. The block that finishes last adds the sums of all blocks, always in the same order.
+// `done` is 0 before and after the launch.
 template <int FLIGHT, int BLOCK>
 __global__ void one_pass(const float4* x, float* sums, float* result, int* done, long long n) {
     __shared__ bool last;

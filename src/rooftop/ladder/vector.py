@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -72,23 +73,19 @@ def on_cpu(x: Tensor, y: Tensor) -> tuple[Rung, ...]:
     )
 
 
+@cache
 def _numba_add() -> Callable[..., None]:
-    if not _compiled:
-        import numba
+    import numba
 
-        @numba.njit(parallel=True)  # type: ignore[misc]
-        def add(a, b, c):  # type: ignore[no-untyped-def]
-            for i in numba.prange(a.size):
-                c[i] = a[i] + b[i]
+    @numba.njit(parallel=True)  # type: ignore[misc]
+    def add(a, b, c):  # type: ignore[no-untyped-def]
+        for i in numba.prange(a.size):
+            c[i] = a[i] + b[i]
 
-        threads = torch.get_num_threads()
-        numba.set_num_threads(min(threads, numba.get_num_threads()))
-        torch.set_num_threads(threads)  # Numba changes torch's number of threads if it starts its own OpenMP
-        _compiled.append(add)
-    return _compiled[0]
-
-
-_compiled: list[Callable[..., None]] = []
+    threads = torch.get_num_threads()
+    numba.set_num_threads(min(threads, numba.get_num_threads()))
+    torch.set_num_threads(threads)  # Numba changes torch's number of threads if it starts its own OpenMP
+    return add  # type: ignore[no-any-return]
 
 
 def in_cuda(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
@@ -141,9 +138,7 @@ def with_transfers(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
     z.
     """
     if not z.is_cuda:
-        return tuple(
-            Rung(name, CUDA, None, note="needs a GPU") for name in ("with transfers", "with transfers, pinned")
-        )
+        return tuple(Rung(name, CUDA, None, note="needs a GPU") for name in (PAGEABLE, PINNED))
 
     def rung(name: str, pinned: bool, note: str) -> Rung:
         sources = [t.cpu().pin_memory() if pinned else t.cpu() for t in (x, y)]
@@ -159,10 +154,7 @@ def with_transfers(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
 
         return Rung(name, CUDA, run, "device", ("wide<1>",), note)
 
-    return (
-        rung(PAGEABLE, False, "pageable memory"),
-        rung(PINNED, True, "page-locked memory"),
-    )
+    return rung(PAGEABLE, False, "pageable memory"), rung(PINNED, True, "page-locked memory")
 
 
 def wrong_launches(x: Tensor, y: Tensor, z: Tensor) -> Sequence[str]:

@@ -65,8 +65,8 @@ def by_pipe(connection: Connection) -> None:
 
 
 def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest: Any) -> None:
-    """The main function of a worker process, which shares the tensors with its parent. The worker receives (first, end)
-    from a pipe, computes the distances of points first to end - 1, and sends True back, until it receives None.
+    """A worker that shares the tensors with its parent. It takes (first, end) from a pipe, computes the distances of
+    the points first to end - 1, and sends True back, until it gets None.
     """
     from rooftop.ladder.nearest_loops import for_vectors
 
@@ -78,10 +78,10 @@ def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest:
 
 @dataclass
 class Workers:
-    """Running worker processes, the same number of each kind.
+    """Running worker processes: as many for each way to pass data.
 
     Attributes:
-        count: number of workers of each kind.
+        count: number of workers for each way.
         pool: a pool for `starmap`.
         tasks, results: queues of the workers of `by_queue`.
         pipes: pipes to the workers of `by_pipe`.

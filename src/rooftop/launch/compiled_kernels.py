@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 MOST_COMPILED = 16384
 _compiled: dict[tuple[Any, ...], Compiled] = {}
-"""Compiled kernels. A key has the kernel, the device, the properties of the arguments (`facts_of`), and
-the constants.
+"""Compiled kernels. A key has the kernel's id, the device, the properties of the arguments (`facts_of`), and the
+constants and launch parameters.
 """
 
 _NUMBERS = frozenset((float, bool))  # Triton does not specialize on values of these types
@@ -45,7 +45,6 @@ class Compiled:
         from triton.runtime import driver
 
         self.takes_descriptors = takes_descriptors  # if True, `launch` cannot launch the kernel
-
         self.kernel = kernel  # a reference, so that no other kernel gets the id of this kernel
         self.whole = compiled
         self.constants = constants
@@ -71,7 +70,8 @@ def start(
         kernel: a `triton.jit` function, not interpreted.
         grid: programs in one to three dimensions.
         index: index of the current device, on which the tensors are; -1 if the tensors are on the CPU.
-        args: positional arguments of the kernel. parameters: the kernel's constants and launch parameters.
+        args: positional arguments of the kernel.
+        parameters: the kernel's constants and launch parameters.
 
     Returns:
         The compiled kernel, if it can be launched without Triton with other arguments of the same dtypes and alignment
@@ -133,30 +133,35 @@ def _with_descriptors(kernel: Any, made: Any, args: Sequence[Any], parameters: d
     """The compiled kernel if its arguments include tensor descriptors, which `Compiled.launch` cannot pass;
     else None.
     """
-    constants = kernel.params[len(args) :]
-    if not any(map(is_descriptor, args)) or not hasattr(made, "packed_metadata") or kernel.pre_run_hooks:
+    constants = _constants(kernel, made, len(args), parameters)
+    if constants is None or is_watched() or not any(map(is_descriptor, args)):
         return None
-    if is_watched() or not all(each.is_constexpr and each.name in parameters for each in constants):
-        return None
-    return Compiled(kernel, made, tuple([parameters[each.name] for each in constants]), takes_descriptors=True)
+    return Compiled(kernel, made, constants, takes_descriptors=True)
 
 
 def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> Compiled | None:
     """Cache a compiled kernel if its constants follow its other arguments, and the caller passes all constants
     by name.
     """
-    if not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks:
-        return None
-    arguments, constants = kernel.params[:count], kernel.params[count:]
-    if any(each.is_constexpr for each in arguments):
-        return None
-    if not all(each.is_constexpr and each.name in parameters for each in constants):
+    constants = _constants(kernel, compiled, count, parameters)
+    if constants is None or any(each.is_constexpr for each in kernel.params[:count]):
         return None
     if len(_compiled) >= MOST_COMPILED:
         _compiled.clear()
-    found = Compiled(kernel, compiled, tuple([parameters[each.name] for each in constants]))
-    _compiled[key] = found
+    found = _compiled[key] = Compiled(kernel, compiled, constants)
     return found
+
+
+def _constants(kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The values of a kernel's parameters after the first `count`. None if one of them is no constant or is not passed
+    by name, or if only Triton can launch the kernel.
+    """
+    constants = kernel.params[count:]
+    if not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks:
+        return None
+    if not all(each.is_constexpr and each.name in parameters for each in constants):
+        return None
+    return tuple([parameters[each.name] for each in constants])
 
 
 def is_watched() -> bool:

@@ -178,9 +178,8 @@ class Kernel:
             key = (grid, block, shared_bytes, cluster, cooperative, device)
             configuration = self._configurations.get(key)
         except TypeError:  # a list is not hashable
-            raise TypeError(
-                f"kernel {self.name}: grid and block must be ints or tuples, got {grid!r}, {block!r}"
-            ) from None
+            self.check(grid, block, shared_bytes, cluster)  # raises an error that names the list
+            raise
         if configuration is None:
             if 0 in self.check(grid, block, shared_bytes, cluster):
                 return
@@ -306,19 +305,17 @@ class Kernel:
                 f"kernel {self.name} is compiled for {self.arch}, but cuda:{device} is {_arch_of(device)}: "
                 "compile(..., device=tensor.device)"
             )
+        what = f"kernel {self.name}"
         with torch.cuda.device(device):
             _bind_context(device)
-            self._allow(math.prod(_three(self.name, "block", block, least=1)), shared_bytes, device)
+            self._allow(math.prod(_three(what, "block", block, least=1)), shared_bytes, device)
             blocks = self.check(grid, block, shared_bytes, cluster)
-            if (
-                cluster is not None
-                and math.prod(_three(self.name, "cluster", cluster, least=1)) > PORTABLE_CLUSTER_LIMIT
-            ):
-                self._allow_large_clusters(device)
             settings = {"block": block, "shmem_size": shared_bytes, "is_cooperative": cooperative}
-            if cluster is not None:  # `cuda.core` expects the numbers of clusters as the grid
-                sizes = _three(self.name, "cluster", cluster, least=1)
-                settings["cluster"] = sizes
+            if cluster is not None:
+                sizes = settings["cluster"] = _three(what, "cluster", cluster, least=1)
+                if math.prod(sizes) > PORTABLE_CLUSTER_LIMIT:
+                    self._allow_large_clusters(device)
+                # `cuda.core` expects the numbers of clusters as the grid
                 blocks = tuple(n // size for n, size in zip(blocks, sizes, strict=True))  # type: ignore[assignment]
             configuration = core.LaunchConfig(grid=blocks, **settings)
         if len(self._configurations) >= CONFIGURATIONS_KEPT:

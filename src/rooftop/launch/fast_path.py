@@ -31,8 +31,8 @@ _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
 _function_modes = torch._C._len_torch_function_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
-# These two values are read in a new thread, which has no modes, transforms or inference mode. The current thread may
-# have modes, transforms or inference mode.
+# The dispatch keys of a thread without modes and transforms, outside and inside inference mode. They are read in a new
+# thread, because this thread may have modes, transforms or inference mode.
 with ThreadPoolExecutor(1) as _thread:
     _UNWATCHED = _thread.submit(_include_set).result()
     _INFERRING = _thread.submit(torch.inference_mode()(_include_set)).result()

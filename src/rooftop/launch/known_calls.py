@@ -1,10 +1,11 @@
 """Repeat the allocations and launches of an earlier operator call with the same shapes, strides and dtypes, without new
-decisions. All decisions of an operator (views, grids, constants, choice of kernels) depend on the *facts* of its
-arguments. Facts are shapes, strides, dtypes, device, alignment, and values that are not tensors. The second call with
-the same facts is observed. If this call only allocates memory, makes views, and launches Triton kernels, later calls
-with the same facts replay its allocations and launches. A pointer of a launch is the address of an argument or
-allocation plus a constant offset. Calls that do anything else (copies, PyTorch's own operators, CUDA C++) are not
-replayed.
+decisions.
+
+All decisions of an operator (views, grids, constants, choice of kernels) depend on the *facts* of its arguments. Facts
+are shapes, strides, dtypes, device, alignment, and values that are not tensors. The second call with the same facts is
+observed. If this call only allocates memory, makes views, and launches Triton kernels, later calls with the same facts
+replay its allocations and launches. A pointer of a launch is the address of an argument or allocation plus a constant
+offset. Calls that do anything else (copies, PyTorch's own operators, CUDA C++) are not replayed.
 
 An operator opts in by `declare(..., known=...)`. The decisions of the operator's `run` may depend only on the facts and
 on settings that `known` returns, but not on the contents of memory.
@@ -42,7 +43,7 @@ ALLOCATIONS = {
 ON_CPU = triton_launch.INTERPRETED
 """Whether kernels are launched for tensors on the CPU."""
 _VALUES = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
-_LISTS = frozenset((bool, int))
+_ITEMS = frozenset((bool, int))  # types of the items of lists and tuples
 _SEEN = "seen once"  # for facts (shapes and so on) of one earlier call, which was not observed
 _OTHER = "other"  # for a call that does more than allocate, make views and launch
 _forgets: list[Callable[[], None]] = []
@@ -63,7 +64,7 @@ def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
             facts += (kind, each)
         elif kind is float:
             facts += (kind, each or repr(each))  # repr distinguishes 0.0 from -0.0
-        elif kind in (list, tuple) and _LISTS.issuperset(map(type, each)):
+        elif kind in (list, tuple) and _ITEMS.issuperset(map(type, each)):
             facts += (kind, *each, None)
         else:
             return None

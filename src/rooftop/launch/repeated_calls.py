@@ -1,4 +1,5 @@
 """Repeat earlier calls of public functions without Python: C++ makes the allocations, the launches and autograd's node.
+
 A small kernel runs for less time than Python needs to check arguments, view them as rows and find the launch. This work
 has the same outcome for all calls with the same modes of PyTorch and the same *facts*: shapes, strides, dtypes,
 devices, alignment, and values that are not tensors. So one call is observed. If the call runs one operator that only

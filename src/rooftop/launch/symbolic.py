@@ -75,12 +75,12 @@ def _refusal(module: object) -> NotImplementedError:
 
 
 def _given(arguments: tuple[Any, ...], options: dict[str, Any]) -> fx.Proxy | None:
-    """The first proxy among the arguments of a call, or None."""
+    """The first proxy among the arguments of a call; None if there is none."""
     if has_torch_function(arguments) or (options and has_torch_function((*options.values(),))):  # runs in C, in 0.1 us
         return proxy_in((*arguments, *options.values()))
     return None
 
 
 def proxy_in(values: Iterable[Any]) -> fx.Proxy | None:
-    """The first proxy among the arguments."""
+    """The first proxy among the values; None if there is none."""
     return next((each for each in values if isinstance(each, fx.Proxy)), None)

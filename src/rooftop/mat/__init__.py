@@ -18,13 +18,7 @@ from rooftop.mat.allocation import (
     setDefaultAllocator,
     using_allocator,
 )
-from rooftop.mat.channels import (
-    extractChannel,
-    insertChannel,
-    merge,
-    mixChannels,
-    split,
-)
+from rooftop.mat.channels import extractChannel, insertChannel, merge, mixChannels, split
 from rooftop.mat.expressions import MatExpr, absdiff, absolute, maximum, minimum
 from rooftop.mat.linear import determinant, solve
 from rooftop.mat.matrix import Mat, evaluate

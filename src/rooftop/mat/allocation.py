@@ -19,6 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rooftop.words import counted
+
 DeviceLike = str | torch.device
 _ALIGNMENT_BYTES = 8  # size of a number of the widest depths: 64F, 64S and 64U
 
@@ -153,7 +155,7 @@ class MatAllocator:
             and given.dim() == 1
             and given.is_contiguous()
             and given.numel() >= size_bytes
-            and given.device.type == self.device.type
+            and same_device(given.device, self.device)
         )
         if not fits:
             raise ValueError(
@@ -187,7 +189,9 @@ def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatA
         if not torch.cuda.is_available():
             raise ValueError(f"no CUDA device here (torch {torch.__version__}): use device='cpu'")
         if where.index is not None and where.index >= torch.cuda.device_count():
-            raise ValueError(f"no device {where} here: torch can use {torch.cuda.device_count()} GPUs, from cuda:0 on")
+            raise ValueError(
+                f"no device {where} here: torch can use {counted(torch.cuda.device_count(), 'GPU')}, from cuda:0 on"
+            )
         where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
     if (where, pinned) not in _STANDARD:
         _STANDARD[where, pinned] = _pinned_host() if pinned else _standard(where)

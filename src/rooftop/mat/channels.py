@@ -5,8 +5,11 @@ Results are written to `dst` if it is given. `dst` may be a region of a larger M
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index as as_integer
+from typing import Any
 
+import numpy as np
 import torch
 
 from rooftop.mat.allocation import same_device
@@ -81,7 +84,9 @@ def insertChannel(src: Mat | MatExpr, dst: Mat, coi: int) -> Mat:
 
 
 def mixChannels(
-    src: Mat | Sequence[Mat], dst: Mat | Sequence[Mat], fromTo: Sequence[int] | Sequence[tuple[int, int]]
+    src: Mat | Sequence[Mat],
+    dst: Mat | Sequence[Mat],
+    fromTo: Sequence[int] | Sequence[tuple[int, int]] | np.ndarray[Any, Any],
 ) -> list[Mat]:
     """Copy single channels from some Mats to channels of others.
 
@@ -89,8 +94,8 @@ def mixChannels(
         src, dst: Mats whose channels are numbered consecutively: first the channels of the first Mat, then the
             second's, and so on. All Mats have the same size, depth and device. The given
             channels of dst are overwritten.
-        fromTo: pairs (channel of src, channel of dst), or the same numbers as one flat sequence. A negative channel of
-            src sets the channel of dst to 0.
+        fromTo: pairs (channel of src, channel of dst), or the same numbers as one flat sequence; lists, tuples or a
+            NumPy array. A negative channel of src sets the channel of dst to 0.
 
     Returns:
         dst.
@@ -114,10 +119,10 @@ def mixChannels(
     return targets
 
 
-def _pairs(numbers: Sequence[int] | Sequence[tuple[int, int]], sources: int, targets: int) -> list[tuple[int, int]]:
-    flat: list[int] = []
-    for each in numbers:
-        flat.extend(each if isinstance(each, (tuple, list)) else (int(each),))  # type: ignore[arg-type]
+def _pairs(numbers: Iterable[Any], sources: int, targets: int) -> list[tuple[int, int]]:
+    flat = [
+        as_integer(n) for each in numbers for n in (each if isinstance(each, (tuple, list, np.ndarray)) else [each])
+    ]
     if len(flat) % 2:
         raise ValueError(f"fromTo must be pairs of a channel of src and a channel of dst, got {len(flat)} numbers")
     pairs = list(zip(flat[::2], flat[1::2], strict=True))

@@ -2,10 +2,11 @@
 
     stored = saturate(round(alpha * x + beta))          rounded half to even; not rounded for a floating target depth
 
-alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). For
-depths whose numbers float32 cannot represent, float64 is used instead: for conversions into 64F, 64S and 64U, and for
-conversions from 32- or 64-bit integers or 64F into 32-bit integers or 32F. Saturation: values beyond an integer depth's
-range become its nearest limit, and NaN becomes its least value. Conversion to Bool is `x != 0`, so NaN is true.
+alpha, beta and x are float32, and `alpha * x + beta` is rounded to float64 and then to float32: the result differs from
+that of a fused multiply-add in about one of 2^29 cases. For depths whose numbers float32 cannot represent, float64 is
+used instead: for conversions into 64F, 64S and 64U, and for conversions from 32- or 64-bit integers or 64F into 32-bit
+integers or 32F. Saturation: values beyond an integer depth's range become its nearest limit, and NaN becomes its least
+value. Conversion to Bool is `x != 0`, so NaN is true.
 
 OpenCV on x86 behaves differently, although its documentation of saturate_cast promises the rules above. On x86,
 floating values of 2^31 and more become the *least* value (1e10 as CV_8U is 0), and values of CV_32U from 2^31 on wrap
@@ -123,8 +124,7 @@ class Scaling:
             return _unscaled(x, torch.float32).mul_(self.alpha)
         if self.alpha == 1:
             return _unscaled(x, torch.float32).add_(self.beta)
-        # The product of two float32 numbers is exact in float64. The sum is rounded to float64, and then to float32.
-        # This changes about one in 2^29 results, compared with a single rounding to float32.
+        # the product of two float32 numbers is exact in float64
         wide = _unscaled(x if x.dtype.itemsize <= 2 else x.float(), torch.float64)
         return wide.mul_(self.alpha).add_(self.beta).float()
 

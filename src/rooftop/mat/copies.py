@@ -16,7 +16,7 @@ from rooftop.mat.conversions import row_blocks
 
 
 def fill(target: Tensor, value: Tensor) -> None:
-    """Set every element to `value` (channels,), on the CPU."""
+    """Set every element of `target` to `value`, a tensor (channels,) on the CPU."""
     if not target.numel():
         return
     numbers = value.tolist()

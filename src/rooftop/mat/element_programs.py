@@ -329,7 +329,7 @@ def _stored_64(x: Expression, depth: int) -> Expression:
 
     if depth == CV_64S:
         return apply("where", apply("ge", x, top), _TOP - 1, converted(x, -top))
-    upper = apply("sub", converted(apply("sub", x, top), 0.0), _TOP - 1)
-    upper = apply("sub", upper, 1)
+    # 2^63, which int64 cannot represent, is subtracted in two steps
+    upper = apply("sub", apply("sub", converted(apply("sub", x, top), 0.0), _TOP - 1), 1)
     bits = apply("where", apply("ge", x, top), upper, converted(x, 0.0))
     return apply("where", apply("ge", x, 2 * top), -1, bits)

@@ -151,7 +151,7 @@ class Arithmetic:
         Raises:
             ValueError: the expression does not have two dimensions.
         """
-        return _transposed(as_expression(self), {})
+        return _transposed(as_expression(self))
 
     def inv(self, method: Literal["lu", "cholesky", "svd"] = "lu") -> MatExpr:
         """The inverse of a square floating-point matrix; with "svd" the pseudo-inverse of any matrix.
@@ -441,20 +441,19 @@ def _inverse(operand: MatExpr, method: str) -> MatExpr:
     return node("inverse", (operand,), operand._type, (cols, rows), operand._device, method)
 
 
-def _transposed(root: MatExpr, found: dict[int, MatExpr]) -> MatExpr:
+def _transposed(root: MatExpr) -> MatExpr:
     """Transpose an expression by transposing its leaves, so that no intermediate value is copied."""
     if root.dims != 2:
         raise ValueError(f"t() needs two dimensions, got {_sizes(root)}")
-    turned: dict[int, MatExpr] = found
+    turned: dict[int, MatExpr] = {}
     for each in topological(root):
-        sizes = each._sizes[::-1]
         operands = tuple(turned[id(operand)] for operand in each._operands)
         value = each._value
         if each._operation == "mat":
             value = (value[0], not value[1])
         elif each._operation == "product":  # (AB)' = B'A'
             operands = operands[::-1]
-        turned[id(each)] = node(each._operation, operands, each._type, sizes, each._device, value)
+        turned[id(each)] = node(each._operation, operands, each._type, each._sizes[::-1], each._device, value)
     return turned[id(root)]
 
 
@@ -495,7 +494,7 @@ _MOST_TEXT = 100
 
 
 def _text(root: MatExpr) -> str:
-    """The expression as written, with Mats named in order: A + B * 2."""
+    """The expression as text, with Mats named in the order of their use: M0 + (M1 * 2)."""
     names: dict[Any, str] = {}
     texts: dict[int, str] = {}
     for each in topological(root):

@@ -4,13 +4,14 @@ moves the Mat reserves memory for later pushes.
 A header grows in place only into memory that no other header of its block uses. (OpenCV lets two headers push different
 rows to the same position.)
 
-Source of the policy: Mat::reserve and Mat::push_back of OpenCV. (A Mat that is full moves to memory for 1.5 times its
-rows before the push, or for all rows after the push if these are more. New memory has at least 64 bytes.)
+Source of the policy: Mat::reserve and Mat::push_back of OpenCV. A push to a full Mat moves it to memory for 1.5 times
+its present rows, or for all rows after the push if they need more. New memory has at least 64 bytes.
 """
 
 from __future__ import annotations
 
 import math
+from operator import index as as_integer
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,8 +52,10 @@ def pop_back(m: Mat, nelems: int) -> None:
     """Remove `nelems` rows from the end; their memory stays reserved.
 
     Raises:
+        TypeError: `nelems` is not an integer.
         ValueError: `nelems` is negative, or exceeds the number of rows.
     """
+    nelems = as_integer(nelems)
     if not 0 <= nelems <= len(m):
         raise ValueError(f"cannot remove {nelems} rows from {m}: pass at least 0 and at most its number of rows")
     if m._submatrix:
@@ -65,23 +68,27 @@ def reserve(m: Mat, nelems: int) -> None:
     """Reserve memory for `nelems` rows in total, so that the Mat does not move until it has more rows than that.
 
     Raises:
-        ValueError: `nelems` is negative, or the Mat is empty, so its rows have no length yet.
+        TypeError: `nelems` is not an integer.
+        ValueError: `nelems` is negative, or the Mat has no sizes, so its rows have no length yet.
     """
+    nelems = as_integer(nelems)
     if nelems < 0:
         raise ValueError(f"reserve takes a number of rows of at least 0, got {nelems}")
     if not m._sizes:
-        raise ValueError("rows of an empty Mat have no length yet: call create(0, cols, type) first")
+        raise ValueError("rows of a Mat without sizes have no length yet: call create(0, cols, type) first")
     if nelems > len(m) and not _grows_in_place(m, nelems):
         _move(m, nelems)
 
 
 def resize(m: Mat, nelems: int, value: ScalarLike | None) -> None:
-    """Set the number of rows. The last rows are removed, or new rows are added. New rows are set to `value`. If `value`
-    is None, they are not initialized.
+    """Set the number of rows: remove the last rows, or add rows. New rows are set to `value`, or not initialized if
+    `value` is None.
 
     Raises:
-        ValueError: `nelems` is negative.
+        TypeError: `nelems` is not an integer.
+        ValueError: `nelems` is negative, or rows are added to a Mat without sizes.
     """
+    nelems = as_integer(nelems)
     if nelems < 0:
         raise ValueError(f"resize takes a number of rows of at least 0, got {nelems}")
     before = len(m)

@@ -161,7 +161,7 @@ class Mat(Block, Arithmetic):
             sizes, steps = (1,) * self.dims, self._steps
             self._header(sizes, steps, place, True).setTo(value)
             return
-        region = self._cut("[]", place)
+        region = self._cut(place)
         if isinstance(value, MatExpr):
             region._store(value)
             return
@@ -414,7 +414,7 @@ class Mat(Block, Arithmetic):
         return self.clone()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self._tensor().contiguous().clone(), self._sizes, self._type)
+        return _rebuilt, (self._tensor().clone(memory_format=torch.contiguous_format), self._sizes, self._type)
 
     # Internal.
 

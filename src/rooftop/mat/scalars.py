@@ -23,7 +23,7 @@ _MOST_BITS = 1023  # integers of more bits may exceed the range of float64
 
 
 class Scalar(tuple[float, float, float, float]):
-    """cv::Scalar: four numbers, of which omitted ones are 0. So `Scalar(5)` is 5 in the first channel and 0 in the
+    """cv::Scalar: four numbers; omitted numbers are 0. So `Scalar(5)` is 5 in the first channel and 0 in the
     others. `Scalar.all(5)` and the plain number 5 are 5 in all channels."""
 
     __slots__ = ()

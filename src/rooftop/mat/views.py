@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import index as as_integer
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -60,13 +61,17 @@ class Shaped:
 
     @property
     def rows(self) -> int:
-        """Number of rows: 1 with one dimension, -1 with more than two."""
-        return (0, 1, self._sizes[0] if self._sizes else 0)[self.dims] if self.dims <= 2 else -1
+        """Number of rows: 0 without dimensions, 1 with one, -1 with more than two."""
+        if self.dims > 2:
+            return -1
+        return self._sizes[0] if self.dims == 2 else self.dims
 
     @property
     def cols(self) -> int:
-        """Number of columns; -1 with more than two dimensions."""
-        return (self._sizes[-1] if self._sizes else 0) if self.dims <= 2 else -1
+        """Number of columns: 0 without dimensions, -1 with more than two."""
+        if self.dims > 2:
+            return -1
+        return self._sizes[-1] if self._sizes else 0
 
     @property
     def size(self) -> MatSize:
@@ -161,19 +166,19 @@ class Header(Shaped):
 
     def row(self, y: int) -> Self:
         """Row y, as a Mat of one row."""
-        return self._cut("row", {self._axis("rows"): _index(y, self._whole("rows"), "row")})
+        return self._cut({self._axis("rows"): _index(y, self._whole("rows"), "row")})
 
     def col(self, x: int) -> Self:
         """Column x, as a Mat of one column."""
-        return self._cut("col", {self._axis("cols"): _index(x, self._whole("cols"), "column")})
+        return self._cut({self._axis("cols"): _index(x, self._whole("cols"), "column")})
 
     def rowRange(self, start: int, end: int) -> Self:
         """Rows from `start` up to, but not including, `end`."""
-        return self._cut("rowRange", {self._axis("rows"): _range(slice(start, end), self._whole("rows"), "rows")})
+        return self._cut({self._axis("rows"): _range(slice(start, end), self._whole("rows"), "rows")})
 
     def colRange(self, start: int, end: int) -> Self:
         """Columns from `start` up to, but not including, `end`."""
-        return self._cut("colRange", {self._axis("cols"): _range(slice(start, end), self._whole("cols"), "columns")})
+        return self._cut({self._axis("cols"): _range(slice(start, end), self._whole("cols"), "columns")})
 
     def roi(self, x: int, y: int, width: int, height: int) -> Self:
         """The rectangle with its upper left corner at column x, row y, as cv::Rect: `m.roi(*cv2.boundingRect(p))`."""
@@ -181,12 +186,12 @@ class Header(Shaped):
         if width < 0 or height < 0:
             raise ValueError(f"a rectangle needs a width and a height of at least 0, got {width} x {height}")
         columns = _range(slice(x, x + width), self.cols, "columns")
-        return self._cut("roi", {0: _range(slice(y, y + height), self.rows, "rows"), 1: columns})
+        return self._cut({0: _range(slice(y, y + height), self.rows, "rows"), 1: columns})
 
     def diag(self, d: int = 0) -> Self:
         """The diagonal that begins at column d, or at row -d, as a Mat of one column."""
         self._two_dimensions("diag")
-        rows, cols = self._sizes
+        d, (rows, cols) = as_integer(d), self._sizes
         length = min(cols - d, rows) if d >= 0 else min(rows + d, cols)
         if length <= 0:
             raise IndexError(f"{rows} x {cols} has no diagonal {d}: expected {1 - rows} to {cols - 1}")
@@ -203,13 +208,16 @@ class Header(Shaped):
                 which is computed from the others.
 
         Raises:
+            TypeError: a number is not an integer.
             ValueError: the numbers cannot be divided into these rows, sizes or channels, or the rows or sizes would
                 change although the Mat has gaps (`clone()` it first).
         """
+        cn = as_integer(cn)
         if cn:
             CV_MAKETYPE(self.depth(), cn)
-        if not isinstance(rows, int):
-            return self._reshape_nd(cn, tuple(rows))
+        if not is_integer(rows):
+            return self._reshape_nd(cn, tuple(map(as_integer, rows)))  # type: ignore[arg-type]
+        rows = as_integer(rows)  # type: ignore[arg-type]
         if rows < 0:
             raise ValueError(
                 f"reshape needs a number of rows of at least 0, got {rows}: pass a tuple of sizes to use -1"
@@ -259,6 +267,7 @@ class Header(Shaped):
     def adjustROI(self, dtop: int, dbottom: int, dleft: int, dright: int) -> Self:
         """Move the edges of this header outward (inward if negative), within the whole Mat, and return this header."""
         place = self._place("adjustROI")
+        dtop, dbottom, dleft, dright = map(as_integer, (dtop, dbottom, dleft, dright))
         row1, row2, col1, col2 = headers.adjusted(place, self.rows, self.cols, dtop, dbottom, dleft, dright)
         self._offset += (row1 - place.row) * self._steps[0] + (col1 - place.col) * self._steps[1]
         self._sizes, self._cached = (row2 - row1, col2 - col1), None
@@ -286,7 +295,7 @@ class Header(Shaped):
         place = self._indices(index)
         if isinstance(place, int):
             return self._element_at(place)
-        return self._cut("[]", place)
+        return self._cut(place)
 
     def at(self, *index: int) -> Any:
         """The element at the given indices, one for each dimension. In a Mat of one row or one column, a single index
@@ -312,7 +321,7 @@ class Header(Shaped):
     def _header_of_itself(self) -> Self:
         return self._header(self._sizes, self._steps, self._offset, self._submatrix)
 
-    def _cut(self, of: str, ranges: dict[int, tuple[int, int]]) -> Self:
+    def _cut(self, ranges: dict[int, tuple[int, int]]) -> Self:
         """A view with some dimensions cut to ranges: {dimension: (start, end)}."""
         sizes, offset, submatrix = list(self._sizes), self._offset, self._submatrix
         for axis, (start, end) in ranges.items():

@@ -16,10 +16,14 @@ Result = TypeVar("Result")
 MOST_THREADS = 8  # default maximum, because each thread may keep a whole photograph in memory
 
 
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use; where the system does not tell, all CPUs."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def usual_threads() -> int:
-    """Return the default number of threads: one for each CPU that this process may use, at most `MOST_THREADS`."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cpus, MOST_THREADS)
+    """Return the default number of threads: one for each usable CPU, at most `MOST_THREADS`."""
+    return min(usable_cpus(), MOST_THREADS)
 
 
 def in_order(

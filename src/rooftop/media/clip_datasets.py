@@ -15,7 +15,7 @@ import threading
 import warnings
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,6 +29,7 @@ from rooftop.errors import InputError
 from rooftop.media.errors import DamagedVideoError
 from rooftop.media.forms import Normalization
 from rooftop.media.reading import VideoReader
+from rooftop.words import counted
 
 OPEN_FILES = 2  # maximum open readers per thread; on a GPU, each open reader occupies an NVDEC session
 
@@ -79,7 +80,7 @@ class ClipDataset(Dataset[Clip]):
 
     def __init__(
         self,
-        paths: Sequence[str | os.PathLike[str]],
+        paths: Iterable[str | os.PathLike[str]],
         frames: int,
         *,
         step: int = 1,
@@ -100,11 +101,12 @@ class ClipDataset(Dataset[Clip]):
                 f"clips of {frames} frames with step {step} every {self.stride} frames: expected 1 or more for all "
                 "three"
             )
-        if isinstance(paths, (str, bytes, os.PathLike)) or not len(paths):
+        given = [] if isinstance(paths, (str, bytes, os.PathLike)) else list(paths)
+        if not given:
             raise InputError(f"paths: expected a list of video files, got {paths!r}")
         self.readers: list[VideoReader] = []
         self.skipped: list[tuple[Path, str]] = []
-        for path in paths:
+        for path in given:
             try:
                 with VideoReader(path, device, dtype=dtype, resize=resize, normalize=normalize) as reader:
                     if reader.index.damage:
@@ -120,7 +122,7 @@ class ClipDataset(Dataset[Clip]):
                 self.skipped.append((Path(path), str(error)))
                 warnings.warn(f"skipped: {error}", stacklevel=2)
         if not self.readers:
-            raise InputError(f"none of {len(self.skipped)} files can be read: {self.skipped[0][1]}")
+            raise InputError(f"none of {counted(len(self.skipped), 'file')} can be read: {self.skipped[0][1]}")
         sizes = {(reader.height, reader.width) for reader in self.readers}
         if len(sizes) > 1:
             said = ", ".join(f"{width} x {height}" for height, width in sorted(sizes))
@@ -132,7 +134,10 @@ class ClipDataset(Dataset[Clip]):
             self._ends.append(count + (self._ends[-1] if self._ends else 0))
         if not len(self):
             longest = max(len(reader) for reader in self.readers)
-            raise InputError(f"no video is long enough for a clip of {span} frames: the longest has {longest} frames")
+            raise InputError(
+                f"no video is long enough for a clip of {counted(span, 'frame')}: the longest has "
+                f"{counted(longest, 'frame')}"
+            )
         self._of_thread = threading.local()
 
     def __len__(self) -> int:
@@ -190,18 +195,19 @@ class ClipLoader:
             itself. On a GPU, pass the number of its NVDEC engines.
         ahead: batches that are decoded in advance.
         drop_last: whether an incomplete last batch is dropped.
-        to: the GPU to which clips decoded on the CPU are copied, from pinned memory. If None, clips stay where they
-            were decoded.
+        to: the GPU to which clips decoded on the CPU are copied, from pinned memory. If None or "cpu", clips stay where
+            they were decoded.
 
     The current stream of the thread that requests a batch can use the batch at once. NVDEC works on the device's
-    default stream, so a training step on that stream delays decoding. A training loop
-    within `torch.cuda.stream(torch.cuda.Stream())` does not delay decoding.
+    default stream, so a training step on that stream delays decoding. A training loop on another stream, within
+    `torch.cuda.stream(torch.cuda.Stream())`, does not.
 
     Attributes:
         epoch: the number of the next pass; the caller may set it.
 
     Raises:
-        InputError: `batch`, `threads` or `ahead` is below 1, or `to` is a GPU and torch finds none.
+        InputError: `batch`, `threads` or `ahead` is below 1, `to` is not a device, or `to` is a GPU and torch finds
+            none.
     """
 
     def __init__(
@@ -220,7 +226,10 @@ class ClipLoader:
             raise InputError(f"batch={batch}, threads={threads}, ahead={ahead}: expected 1 or more for each")
         self.dataset, self.batch, self.shuffle, self.seed = dataset, batch, shuffle, seed
         self.threads, self.ahead, self.drop_last = threads, ahead, drop_last
-        self.to = None if to is None else torch.device(to)
+        try:
+            self.to = None if to is None else torch.device(to)
+        except RuntimeError as error:
+            raise InputError(f'to={to!r} is not a device: expected None, "cpu", "cuda" or "cuda:1"') from error
         if self.to is not None and self.to.type == "cuda" and not torch.cuda.is_available():
             raise InputError(f'to={str(to)!r}, but there is no GPU here: leave it out, or use to="cpu"')
         self.epoch = 0
@@ -238,7 +247,8 @@ class ClipLoader:
         return torch.randperm(len(self.dataset), generator=generator).tolist()
 
     def __iter__(self) -> Iterator[ClipBatch]:
-        """
+        """Yield the batches of the pass with the number `epoch`, and add 1 to `epoch`.
+
         Raises:
             DamagedVideoError: a clip cannot be decoded; raised when the clip's batch is requested. If the dataset skips
                 such clips, batches that lack clips are smaller, even with `drop_last`. Empty batches are skipped.

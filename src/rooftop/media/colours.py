@@ -72,8 +72,7 @@ def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dty
     """
     height, width = y.shape
     down, across = pixels_a_sample(height, u.shape[0]), pixels_a_sample(width, u.shape[1])
-    kr, kb = WEIGHTS[colours.matrix]
-    kg = 1 - kr - kb
+    red_cr, green_cr, green_cb, blue_cb = chroma_factors(colours.matrix)
     white = 255.0 if dtype == torch.uint8 else 1.0
     black, luma_scale, chroma_scale = extents(colours.full_range, bits)
     if height % down:
@@ -86,11 +85,7 @@ def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dty
     cr = v.to(exact).sub_(1 << (bits - 1)).mul_(white / chroma_scale)[:, None]
     rgb = torch.empty(3, height, width, dtype=dtype, device=y.device)
     values = torch.empty_like(luma)
-    differences = (
-        cr * (2 * (1 - kr)),
-        cr * (-2 * (1 - kr) * kr / kg) + cb * (-2 * (1 - kb) * kb / kg),
-        cb * (2 * (1 - kb)),
-    )
+    differences = (cr * red_cr, cr * green_cr + cb * green_cb, cb * blue_cb)
     for plane, difference in zip(rgb, differences, strict=True):
         torch.add(luma, difference, out=values)  # (H / down, down, W)
         if dtype == torch.uint8:
@@ -121,6 +116,13 @@ def rgb_to_yuv(
     y = (luma * luma_scale + black).round_().clamp_(0, highest).to(dtype)
     u, v = (chroma * chroma_scale + (1 << (bits - 1))).round_().clamp_(0, highest).to(dtype)
     return y, u, v
+
+
+def chroma_factors(matrix: str) -> tuple[float, float, float, float]:
+    """The factors of Cr in red, of Cr in green, of Cb in green and of Cb in blue; the factor of Y is 1 in all three."""
+    kr, kb = WEIGHTS[matrix]
+    kg = 1 - kr - kb
+    return 2 * (1 - kr), -2 * (1 - kr) * kr / kg, -2 * (1 - kb) * kb / kg, 2 * (1 - kb)
 
 
 def extents(full: bool, bits: int) -> tuple[float, float, float]:

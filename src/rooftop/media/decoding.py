@@ -10,7 +10,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from fractions import Fraction
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from rooftop.media.file_ends import declared_end, is_webp
 from rooftop.media.frame_tensors import display_matrix
 from rooftop.media.nvdec import NoNvdecError
 from rooftop.media.nvdec_decoders import Kind, given_back, kind_of, says_otherwise, taken
-from rooftop.media.opening import Source, open_input, said
+from rooftop.media.opening import Source, open_input, said, seconds_of
 from rooftop.media.pyav import load_av
 from rooftop.media.suspicions import Suspicions
 
@@ -109,7 +109,7 @@ class Decoder:
         self.av = load_av()
         self.kind: Kind | None = None  # the settings of the NVDEC decoder
         self.context: av.VideoCodecContext | None = None
-        self._sound = True  # whether another pass can reuse the NVDEC decoder
+        self._reusable = True  # whether another pass can reuse the NVDEC decoder
         self._process = os.getpid()
         self._file = source.open()
         try:
@@ -200,7 +200,7 @@ class Decoder:
             return None if not stream.duration or stream.start_time is None else stream.start_time + stream.duration
         if "matroska" not in name or not self.container.duration:
             return None
-        end_s = _seconds_of(stream.metadata.get("DURATION"))
+        end_s = seconds_of(stream.metadata.get("DURATION"))
         if end_s is None or end_s > Fraction(self.container.duration, 1_000_000) + _SLACK_S:
             return None
         return round(end_s / self.time_base)
@@ -232,7 +232,7 @@ class Decoder:
 
     def _let_go(self) -> None:
         context, self.context = self.context, None
-        if context is not None and self.kind is not None and self._sound:
+        if context is not None and self.kind is not None and self._reusable:
             given_back(self.kind, context, self._process)
 
     def rate(self) -> Fraction | None:
@@ -340,8 +340,8 @@ class Decoder:
             yield from self._once_more(start, last)
 
     def _judged(self, start: int | None, last: int | None, doubts: int) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Decode the frames after tick `last`: around the error by one thread, whose verdict does not depend on chance,
-        and from the next key frame on by several threads."""
+        """Decode the frames after tick `last`. One thread decodes around the error, because its result does not depend
+        on timing. Several threads decode from the next key frame on."""
         resumable = self.clocked and doubts < MOST_DOUBTS
         after = self._keys[-1] if self._keys and resumable else None
         key = None
@@ -351,9 +351,8 @@ class Decoder:
                 break
             last = pts
             yield pts, frame
-        another = Decoder(self.source)
-        try:
-            if key is not None:
+        if key is not None:
+            with closing(Decoder(self.source)) as another:
                 try:
                     another.seek(key)
                     for pts, frame in another.frames(key, doubts + 1):
@@ -361,18 +360,13 @@ class Decoder:
                         yield pts, frame
                 except (Misled, Unclean):
                     yield from self._once_more(start, last)
-        finally:
-            another.close()
         if start is None:  # a pass after a seek cannot count packets
             self._count_packets()
 
     def _count_packets(self) -> None:
         """Raise `Broken` if the file ends early."""
-        decoder = Decoder(self.source)
-        try:
+        with closing(Decoder(self.source)) as decoder:
             deque(decoder.packets(), maxlen=0)
-        finally:
-            decoder.close()
 
     def _once_more(self, start: int | None, last: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
         """Decode again the frames after tick `last` and before the damage. At the end of a file, a multithreaded
@@ -387,8 +381,8 @@ class Decoder:
         keys = self._keys[1:] if searchable else []
         before = [key for key in keys if last is not None and key <= last]
         for key in dict.fromkeys((max(before, default=start), start)):
-            slow = Decoder(self.source, threads=False)
-            try:
+            # after these errors, retry from an earlier key frame
+            with suppress(Misled, Unclean), closing(Decoder(self.source, threads=False)) as slow:
                 if key is not None:
                     slow.seek(key)
                 for pts, frame in slow._timed(key):
@@ -396,10 +390,6 @@ class Decoder:
                         yield pts, frame
                         last = pts
                 return
-            except (Misled, Unclean):  # retry from an earlier key frame
-                continue
-            finally:
-                slow.close()
 
     def _timed(self, start: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
         step = usual_duration(self)
@@ -446,8 +436,10 @@ class Decoder:
                         self._keys.append(packet.pts)
                 if damage is not None:
                     raise Broken(damage, packet.pts)
-                if self.kind is not None and self._sound:
-                    self._sound = not (packet.has_sidedata("new_extradata") or says_otherwise(bytes(packet), self.kind))
+                if self.kind is not None and self._reusable:
+                    self._reusable = not (
+                        packet.has_sidedata("new_extradata") or says_otherwise(bytes(packet), self.kind)
+                    )
                 given += 1
                 try:
                     frames = self._decode(packet)
@@ -489,11 +481,11 @@ class Decoder:
         try:
             frames = self.context.decode(packet)
         except BaseException:
-            self._sound = False
+            self._reusable = False
             raise
         # A decoder keeps a rotation that it read from the pictures' own data, so this decoder must not be reused.
         if self.kind is not None and any(display_matrix(frame) is not None for frame in frames):
-            self._sound = False
+            self._reusable = False
         return frames
 
     def _rest(self, first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
@@ -530,7 +522,8 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-    """Drop the frames that are shown before the first key frame and lack the frames on which they depend."""
+    """Yield frames without those that are shown before the first key frame and lack the frames on which they depend.
+    Raise `Broken` at a damaged frame."""
     for frame in frames:
         early = first is not None and frame.pts is not None and frame.pts < first
         if early and (sought or frame.is_corrupt):
@@ -538,15 +531,6 @@ def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Itera
         if frame.is_corrupt:
             raise Broken("a frame is damaged", frame.pts, damaged_frame=True)
         yield frame
-
-
-def _seconds_of(text: str | None) -> Fraction | None:
-    """Parse a duration such as "00:00:03.400000000" to seconds."""
-    try:
-        hours, minutes, seconds = (text or "").split(":")
-        return int(hours) * 3600 + int(minutes) * 60 + Fraction(seconds)
-    except ValueError:
-        return None
 
 
 def usual_duration(decoder: Decoder) -> int:

@@ -42,7 +42,8 @@ class NoVideoDecoderError(RooftopError, NotImplementedError):
 
 
 class VideoWriteError(RooftopError, RuntimeError):
-    """The encoder refuses its settings or the frames, or the file cannot be written. No file is left behind."""
+    """The encoder refuses its settings or the frames, the file cannot be written, or the writer is closed already. No
+    incomplete file is left."""
 
 
 class FFmpegBuildError(RooftopError, RuntimeError):

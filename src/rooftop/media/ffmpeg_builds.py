@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from rooftop.errors import InputError
+from rooftop.media.ahead import usable_cpus
 from rooftop.media.errors import FFmpegBuildError
 from rooftop.media.ffmpeg_checks import identity
 from rooftop.media.ffmpeg_requirements import Requirements, build_environment, find_requirements, lines
@@ -33,7 +34,7 @@ from rooftop.user_paths import user_path
 MARK = ".rooftop-ffmpeg.json"  # this file marks PREFIX as a build that may be replaced, and names its source
 PLAIN_PATH = re.compile(r"[\w./@+-]+")  # characters that are safe in paths for FFmpeg's configure and for make
 SHOWN_LINES = 15  # lines of the log shown if a build fails
-UNSURE_S = 60.0  # seconds; files written within this time before a power failure may be incomplete
+UNSURE_S = 60.0  # files written within this time before a power failure may be incomplete
 PRESENT = {"decoders": ("h264_cuvid", "hevc_cuvid"), "encoders": ("h264_nvenc", "hevc_nvenc"), "devices": ("cuda",)}
 COMMON = ("--disable-doc", "--disable-debug", "--disable-ffplay")
 
@@ -89,7 +90,7 @@ def build_ffmpeg(
         prefix: the install folder: new, empty, or from an earlier call. The folder PREFIX.build, next to the
             install folder, keeps the objects and the log, and may be deleted afterwards.
         headers: nv-codec-headers, unpacked or installed; None uses the headers that pkg-config finds.
-        jobs: parallel processes; None for one per core.
+        jobs: parallel processes; None for one per CPU that this process may use.
         minimal: whether to build only video, from files and pipes. The build then takes some minutes of one core
             instead of half an hour.
         report: called with (the current activity, fraction done).
@@ -115,7 +116,7 @@ def build_ffmpeg(
     arguments = (f"--prefix={prefix}", *COMMON, *needs.options, *(_minimal_options() if minimal else ()))
     with _Workshop(folder, source, prefix, headers) as shop:
         shop.configure(arguments, _key(source, arguments, needs))
-        new = shop.make(jobs or len(os.sched_getaffinity(0)), report)
+        new = shop.make(jobs or usable_cpus(), report)
         if new or not shop.installed():
             report("installing", 0.97)
             shop.install()
@@ -240,8 +241,8 @@ class _Workshop:
         return len(re.findall(r'^(?:@|\s)*printf "[A-Z0-9]+\\t', done.stdout, re.MULTILINE))
 
     def _drop_unsure(self) -> None:
-        """After a power failure or kill -9, delete the files that were being written, because `make` would treat them
-        as complete."""
+        """After a power failure or kill -9, delete the files that were written last, because some of them may be
+        incomplete, and `make` would treat them as complete."""
         since = float(self.state.get("making", 0.0))
         if since == 0.0:
             return

@@ -117,11 +117,8 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
             version = _said("pkg-config", "--modversion", "ffnvcodec", environment=environment)
             if any(_there(each, environment) for each in wanted):
                 options += ["--enable-ffnvcodec", "--enable-cuvid", "--enable-nvdec", "--enable-nvenc"]
-                versions.append(
-                    "ffnvcodec " + _said("pkg-config", "--modversion", "ffnvcodec", environment=environment)
-                )
+                versions.append(f"ffnvcodec {version}")
             else:
-                version = _said("pkg-config", "--modversion", "ffnvcodec", environment=environment)
                 but = f" (version {version} is there, this FFmpeg asks for {' or '.join(wanted)})" if version else ""
                 missing.append(Lacking(NO_HEADERS + but, "" if version else "ffnvcodec"))
             for name, (what, licence) in LIBRARIES.items():

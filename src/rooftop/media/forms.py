@@ -46,7 +46,8 @@ class Form:
 
 
 def form_of(output: str, dtype: torch.dtype, resize: Any, normalize: Any) -> Form:
-    """
+    """Check the requested form of frames.
+
     Raises:
         InputError: a value is invalid, or values contradict each other.
     """

@@ -11,7 +11,8 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class FrameIndex:
-    """The times of all frames in display order, and the key frames. The index takes 16 bytes of memory per frame.
+    """The times of all frames in display order, and the key frames. The index takes 8 bytes of memory per frame, and 16
+    more per key frame.
 
     Attributes:
         pts: (N,), increasing: the time at which each frame is shown, in ticks of the stream's clock.
@@ -57,11 +58,11 @@ class FrameIndex:
 
     def constant_rate(self, time_base: Fraction, stated: Fraction | None) -> Fraction | None:
         """The constant frame rate, in frames per second: frame k is shown k / rate seconds after frame 0, to the
-        precision of the clock. None if the frame rate is not constant.
+        precision of the clock. None if the frame rate is not constant. With fewer than two frames, this is `stated`.
 
         Args:
             time_base: duration of a tick in seconds.
-            stated: the frame rate that the file states.
+            stated: the frame rate that the file states, or None.
         """
         if len(self.pts) < 2:
             return stated

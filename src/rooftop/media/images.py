@@ -71,8 +71,10 @@ def find_images(paths: Sequence[ImagePath]) -> list[Path]:
     folder (without subfolders). The photographs of one folder are sorted by name.
 
     Raises:
-        InputError: a path does not exist, or a folder has no photographs.
+        InputError: `paths` is a single path, a path does not exist, or a folder has no photographs.
     """
+    if isinstance(paths, (str, bytes, os.PathLike)):
+        raise InputError(f"paths: expected a list of photographs and folders, got {paths!r}")
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
@@ -175,7 +177,7 @@ def _content_of(path_or_bytes: ImagePath | bytes | memoryview) -> bytes | memory
 
 
 def _reduce(image: Image.Image, reduction: Callable[[int, int], float] | None) -> None:
-    """Let a JPEG be decoded at a smaller size, if `reduction` allows it. Other formats ignore `draft`."""
+    """Let Pillow decode a JPEG at a smaller size, if `reduction` allows it. Other formats keep their size."""
     if reduction is None:
         return
     width, height = image.size
@@ -304,8 +306,8 @@ class ImageDecoder:
         """Read photographs and folders of photographs in the order of `find_images`, decoded ahead.
 
         Raises:
-            InputError: a path does not exist, or a folder has no photographs (raised at once); or a file is unreadable
-                and not skipped (raised when the iterator reaches the file).
+            InputError: as in `find_images` (raised at once); or a file is unreadable and not skipped (raised when the
+                iterator reaches the file).
         """
         return self._read(find_images(paths))
 
@@ -383,6 +385,7 @@ class ImageDecoder:
         return found
 
     def _moved(self, file: ImageFile) -> Tensor:
+        """Decode a file by Pillow, and copy the pixels to the GPU."""
         with _opened(file.content, file.name) as image:
             upright = _upright_rgb(image)
         return _tensor(upright, self.layout).to(self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -17,32 +18,24 @@ if TYPE_CHECKING:
 
 def build_index(source: Source) -> FrameIndex:
     """Build the index of a source."""
-    decoder = Decoder(source)
-    try:
+    with closing(Decoder(source)) as decoder:
         index = _index_by_packets(decoder)
-    finally:
-        decoder.close()
     if index is not None:
         return index
-    decoder = Decoder(source)
-    try:
+    with closing(Decoder(source)) as decoder:
         index = _index_by_frames(decoder)
-    finally:
-        decoder.close()
     # A seek needs unique ticks. If the clock goes back, several positions may share a tick.
     return replace(index, seekable=False) if index.seekable and _goes_back(source) else index
 
 
 def _goes_back(source: Source) -> bool:
     """Whether the clock of a transport stream goes back anywhere, even after damage."""
-    decoder = Decoder(source)
-    clock = _Clock(decoder.is_stream)
-    try:
-        return decoder.is_stream and any(clock.goes_back(packet) for packet in decoder.packets())
-    except Broken:
-        return False
-    finally:
-        decoder.close()
+    with closing(Decoder(source)) as decoder:
+        clock = _Clock(decoder.is_stream)
+        try:
+            return decoder.is_stream and any(clock.goes_back(packet) for packet in decoder.packets())
+        except Broken:
+            return False
 
 
 class _Clock:
@@ -112,20 +105,17 @@ def _breaks(decoder: Decoder) -> str | None:
 
 def _shown_before(source: Source, first: int) -> set[int]:
     """The ticks of the frames that can be decoded and are shown before the first key frame."""
-    decoder, there = Decoder(source), set[int]()
-    try:
+    there = set[int]()
+    with suppress(Broken), closing(Decoder(source)) as decoder:
         for pts, _ in decoder.frames():
             if pts >= first:
                 break
             there.add(pts)
-    except Broken:
-        pass
-    finally:
-        decoder.close()
     return there
 
 
 def _index_by_frames(decoder: Decoder) -> FrameIndex:
+    """Build the index by decoding all frames."""
     ticks, starts, damage, last_duration = array("q"), array("q"), None, 0
     seekable, goes_back = decoder.clocked, ""
     try:
@@ -135,9 +125,8 @@ def _index_by_frames(decoder: Decoder) -> FrameIndex:
                 by_s = float((ticks[-1] - frame.pts) * decoder.time_base)
                 goes_back = (
                     f"the clock goes back by {by_s:.3f} s after frame {len(ticks) - 1}: later times continue from "
-                    "there "
+                    "there at the frame rate"
                 )
-                goes_back += "at the frame rate"
             ticks.append(pts)
             last_duration = frame.duration or 0
             if frame.key_frame:

@@ -15,6 +15,7 @@ from rooftop.errors import InputError
 from rooftop.media.colours import Colours
 from rooftop.media.pyav import load_av
 from rooftop.media.surfaces import Plane, Surface
+from rooftop.words import counted
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
@@ -49,7 +50,7 @@ def gpu_of(device: str | torch.device) -> tuple[torch.device | None, bool]:
         return _numbered(torch.device("cuda")), True
     try:
         asked = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         asked = torch.device("meta")
     if asked.type != "cuda":
         raise InputError(f'device {name!r} is not known: expected "cpu", "auto", "cuda" or "cuda:1"')
@@ -67,7 +68,7 @@ def missing(device: torch.device) -> str | None:
     if not torch.cuda.is_available():
         return "there is no NVDEC, because torch finds no CUDA GPU here"
     if (device.index or 0) >= torch.cuda.device_count():
-        return f"there is no {device}, only {torch.cuda.device_count()} GPUs"
+        return f"there is no {device}, only {counted(torch.cuda.device_count(), 'GPU')}"
     for name in DRIVER:
         try:
             ctypes.CDLL(name)

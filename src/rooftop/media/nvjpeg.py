@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from rooftop.errors import RooftopError
-from rooftop.words import in_a_line
+from rooftop.words import counted, in_a_line
 
 IS_DATA = np.isin(np.arange(256), [0x00, *range(0xD0, 0xD8), 0xFF])
 """For each value of the byte after 0xff: whether coded data continues. Coded data continues after stuffed bytes,
@@ -39,7 +39,7 @@ def missing(device: torch.device) -> str | None:
     if not torch.cuda.is_available():
         return "there is no NVJPEG, because torch finds no CUDA GPU here"
     if (device.index or 0) >= torch.cuda.device_count():
-        return f"there is no {device}, only {torch.cuda.device_count()} GPUs"
+        return f"there is no {device}, only {counted(torch.cuda.device_count(), 'GPU')}"
     file = io.BytesIO()
     Image.new("RGB", (16, 16), (0, 128, 255)).save(file, "JPEG", quality=95)
     try:

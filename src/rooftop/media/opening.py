@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+from fractions import Fraction
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,15 @@ def _opened(file: Any, form: str | None = None) -> av.container.InputContainer:
 
 def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
     raise PermissionError(f"a reference to another file ({url}) is not followed")
+
+
+def seconds_of(duration: str | None) -> Fraction | None:
+    """Parse a duration of Matroska, such as 00:01:02.500000000, to seconds. None if the text is not a duration."""
+    try:
+        hours, minutes, seconds = (duration or "").split(":")
+        return int(hours) * 3600 + int(minutes) * 60 + Fraction(seconds)
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 def said(error: BaseException) -> str:

@@ -145,10 +145,10 @@ def resized_on_device(
 
 
 class _Tables:
-    """The weights that a batch needs. Each axis is there once.
+    """The weights that a batch needs, each axis only once.
 
     Attributes:
-        tables: the weights, in the order of their places.
+        tables: the weights of each axis, flattened. Concatenated, they are the kernels' argument `tables`.
     """
 
     def __init__(self) -> None:
@@ -170,8 +170,9 @@ class _Tables:
         return [*across, bottom - top, row_table, row_taps, 0, 0]
 
     def _placed(self, *axis: Any) -> tuple[int, int, int, int]:
-        """The place of an axis's weights, the number of weights per result pixel, the first pixel that contributes to
-        any kept result pixel, and the number of pixels from there to the last one that contributes."""
+        """The index of an axis's first weight in the concatenated tables, the number of weights per result pixel, the
+        first pixel that contributes to any kept result pixel, and the number of pixels from there to the last one that
+        contributes. `axis` has the arguments of `_table`."""
         if axis not in self._places:
             table, first, count = _table(*axis)
             self._places[axis] = self._end, table.shape[1] - 1, first, count
@@ -230,9 +231,10 @@ def _table(
         first, count: the first result pixel that is kept, and the number of kept pixels. Some may lie outside the axis.
 
     Returns:
-        The table, (count, 1 + taps) int32: for each kept result pixel, the first pixel that contributes, and the
-        integer weights of this pixel and the following ones. First pixels are counted from the smallest of them. Then
-        this smallest first pixel, and the number of pixels from there to the last one that contributes.
+        (table, smallest, number). `table` is (count, 1 + taps) int32: for each kept result pixel, the first pixel that
+        contributes, counted from `smallest`, and the integer weights of this pixel and the following ones. `smallest`
+        is the first pixel that contributes to any of them. `number` is the number of pixels from `smallest` to the last
+        one that contributes.
     """
     weigh, distance = FILTERS[interpolation]
     scale = pixels / results

@@ -7,12 +7,14 @@ import triton.language as tl
 
 HALF, ONE_BITS = tl.constexpr(1 << 21), tl.constexpr(22)  # weights are integers, and 2**22 stands for 1
 
-# Columns of the table of photographs. Places are indices of the first value of a photograph or of an axis's weights.
-START, STRIDE, ROWS, WIDTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-# Of the weights with which rows are resized: their place, and their number per result pixel
+# Columns of the table of photographs.
+START, STRIDE = tl.constexpr(0), tl.constexpr(1)  # index of the first value that is read; values of a stored row
+ROWS, WIDTH = tl.constexpr(2), tl.constexpr(3)  # number of rows that are resized, and of pixels in a resized row
+# the weights that resize rows: index of the first one in `tables`, and their number per result pixel
 COLUMN_TABLE, COLUMN_TAPS = tl.constexpr(4), tl.constexpr(5)
-HEIGHT, ROW_TABLE, ROW_TAPS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)  # the same for columns
-BETWEEN, OUT = tl.constexpr(9), tl.constexpr(10)  # places among the resized rows, and among the results
+HEIGHT = tl.constexpr(6)  # rows of the result
+ROW_TABLE, ROW_TAPS = tl.constexpr(7), tl.constexpr(8)  # the weights that resize columns, like those of rows
+BETWEEN, OUT = tl.constexpr(9), tl.constexpr(10)  # index of the first value among the resized rows, and the results
 ENTRIES = tl.constexpr(11)
 
 

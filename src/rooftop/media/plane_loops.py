@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftop.launch.numba_loops import in_threads, kept_loop, run_part
-from rooftop.media.colours import WEIGHTS, Colours, extents, pixels_a_sample
+from rooftop.media.colours import Colours, chroma_factors, extents, pixels_a_sample
 from rooftop.media.forms import Normalization
 from rooftop.media.resizing import taps
 
@@ -68,11 +68,9 @@ def planes_to_rgb(
                 f"a plane of {plane.width} x {plane.height} has memory for only {plane.memory.size} samples"
             )
     down, across = pixels_a_sample(y.height, u.height), pixels_a_sample(y.width, u.width)
-    kr, kb = WEIGHTS[colours.matrix]
-    kg = 1 - kr - kb
     white = 255.0 if dtype == torch.uint8 else 1.0
     black, luma_scale, chroma_scale = extents(colours.full_range, bits)
-    factors = (2 * (1 - kr), -2 * (1 - kr) * kr / kg, -2 * (1 - kb) * kb / kg, 2 * (1 - kb))
+    factors = chroma_factors(colours.matrix)
     numbers = (black, white / luma_scale, float(1 << (bits - 1)), white / chroma_scale, *factors, white)
     mean, std = normalization or ((0.0,) * 3, (1.0,) * 3)
     gains = [[1 / b, -a / b] for a, b in zip(mean, std, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ class VideoInfo:
         colours: matrix and range, and which of them are assumed; None for RGB and palettes, and if not supported.
         hdr: "PQ" or "HLG", the transfer function of a video with high dynamic range; None for other videos.
             `VideoReader` does not tone-map.
-        fps: mean frames per second, as the file states them.
+        fps: mean frames per second, as the file states them; 0.0 if it states none.
         variable_frame_rate: True if no rate exists at which each frame k is shown at k / rate.
         frames, key_frames: the numbers of frames and of key frames.
         longest_gop: largest number of frames from one key frame to the next; one random access may have to decode that
@@ -106,8 +107,7 @@ def probe(path_or_bytes: str | os.PathLike[str] | bytes) -> VideoInfo:
         MissingExtraError: PyAV is not installed.
     """
     source = Source(path_or_bytes)
-    decoder = Decoder(source)
-    try:
+    with closing(Decoder(source)) as decoder:
         try:
             _, frame = next(decoder.frames())
         except (Broken, StopIteration) as broken:
@@ -115,8 +115,6 @@ def probe(path_or_bytes: str | os.PathLike[str] | bytes) -> VideoInfo:
                 f"no frame of {source.name} can be decoded: {str(broken) or 'it has none'}"
             ) from broken
         return _describe(source, decoder, frame)
-    finally:
-        decoder.close()
 
 
 def _describe(source: Source, decoder: Decoder, frame: av.VideoFrame) -> VideoInfo:
@@ -127,11 +125,9 @@ def _describe(source: Source, decoder: Decoder, frame: av.VideoFrame) -> VideoIn
     turns, mirrored = orientation(frame)
     height, width = displayed_size(frame)
     colours: Colours | None = None
-    try:
-        if not frame.format.is_rgb and not frame.format.has_palette:
+    if not frame.format.is_rgb and not frame.format.has_palette:
+        with suppress(InputError):
             colours = colours_of(frame)
-    except InputError:
-        pass
     aspect = stream.sample_aspect_ratio
     return VideoInfo(
         source=source.name,

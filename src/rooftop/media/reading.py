@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from fractions import Fraction
 from itertools import chain, islice
 from operator import index as as_integer
@@ -34,6 +35,7 @@ from rooftop.media.nvdec import NoNvdecError, gpu_of, missing, odd, too_small
 from rooftop.media.nvdec_decoders import release_decoders
 from rooftop.media.opening import Source
 from rooftop.media.surfaces import MOST_AT_ONCE
+from rooftop.words import counted
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
@@ -84,7 +86,7 @@ class VideoReader:
         device: the device on which frames are decoded and stored.
         fallback_reason: why "auto" chose the CPU; None in all other cases.
         height, width: pixels of the returned frames.
-        fps: mean frames per second, as the file states them.
+        fps: mean frames per second, as the file states them; about 25 if it states none.
         time_base: duration of a tick of the file's clock, in seconds.
         colours: the colour encoding of the file, and which of its properties are assumed.
 
@@ -117,20 +119,18 @@ class VideoReader:
         self._gpu: torch.device | None = None
         # a pass from the beginning that has not returned a frame yet; None if there is none
         self._begun: _Cursor | None = None
-        decoder = Decoder(self.source)
-        try:
-            _, frame = next(decoder.frames())
+        with closing(Decoder(self.source)) as decoder:
+            try:
+                _, frame = next(decoder.frames())
+            except (Broken, StopIteration) as broken:
+                raise DamagedVideoError(
+                    f"no frame of {self.source.name} can be decoded: {str(broken) or 'it has none'}. Was it copied "
+                    "or downloaded completely?"
+                ) from broken
             self._turned = orientation(frame)
             self._size, stored = displayed_size(frame), (frame.height, frame.width)
             self.height, self.width = self.resize or self._size
             self.colours: Colours = colours_of(frame)
-        except (Broken, StopIteration) as broken:
-            raise DamagedVideoError(
-                f"no frame of {self.source.name} can be decoded: {str(broken) or 'it has none'}. Was it copied "
-                "or downloaded completely?"
-            ) from broken
-        finally:
-            decoder.close()
         self.time_base, self._start = decoder.time_base, decoder.start_ticks
         self.fps = float(decoder.rate() or 1 / (usual_duration(decoder) * decoder.time_base))
         self.fallback_reason: str | None = None
@@ -346,7 +346,9 @@ class VideoReader:
         count, given = len(self), as_integer(position)
         if not -count <= given < count:
             damage = f", which is damaged ({self.index.damage})" if self.index.damage else ""
-            raise IndexError(f"frame {given} of {self.source.name}{damage}: it has {count} frames, 0 to {count - 1}")
+            raise IndexError(
+                f"frame {given} of {self.source.name}{damage}: it has {counted(count, 'frame')}, 0 to {count - 1}"
+            )
         return given % count
 
     def _of_one_size(self, frame: av.VideoFrame) -> av.VideoFrame:

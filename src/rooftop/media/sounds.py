@@ -19,7 +19,7 @@ from torch import Tensor
 from rooftop.errors import InputError
 from rooftop.media.containers import Container
 from rooftop.media.errors import DamagedSoundError
-from rooftop.media.opening import Source, said
+from rooftop.media.opening import Source, said, seconds_of
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
@@ -199,7 +199,8 @@ class _Track:
         return (2 * above + below) // (2 * below)
 
     def _frames(self) -> Iterator[av.AudioFrame]:
-        """
+        """Decode the track from its beginning.
+
         Raises:
             _Broken: a position cannot be decoded; raised after all frames before it.
         """
@@ -246,7 +247,7 @@ class _Track:
             whole = self.stream.duration * base
             there = Fraction(self.position or 0, self.rate or 1)
         elif "matroska" in self.container.format and end is not None and base:
-            whole, there = _told(self.stream.metadata.get("DURATION")), end * base
+            whole, there = seconds_of(self.stream.metadata.get("DURATION")), end * base
         # Some headers count the samples that the encoder added before or after the sound, others do not.
         slack = Fraction(1, self.rate or 1) if self.lossless else Fraction(2 * frame_samples, self.rate or 1)
         if whole is not None and there + slack + (base or 0) < whole:
@@ -259,15 +260,6 @@ def _streamed(source: Source) -> bool:
         head = file.read(HEAD_BYTES)
     at = head.find(b"data")
     return at >= 0 and head[at + 4 : at + 8] in (bytes(4), b"\xff" * 4)
-
-
-def _told(duration: str | None) -> Fraction | None:
-    """Parse a duration of Matroska, such as 00:01:02.500000000, to seconds."""
-    try:
-        hours, minutes, seconds = (duration or "").split(":")
-        return int(hours) * 3600 + int(minutes) * 60 + Fraction(seconds)
-    except (ValueError, ZeroDivisionError):
-        return None
 
 
 def _samples(frame: av.AudioFrame) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftop.launch.triton_launch import Repeated, require_triton
-from rooftop.media.colours import WEIGHTS, Colours, extents, pixels_a_sample
+from rooftop.media.colours import Colours, chroma_factors, extents, pixels_a_sample
 from rooftop.media.forms import Form
 
 ROWS, COLUMNS = 4, 128  # pixels per Triton program
@@ -216,13 +216,11 @@ def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> 
 def _matrix(layout: SurfaceLayout, white: float) -> tuple[float, ...]:
     """Compute the value of black, the middle of chroma, and the factors that turn luma and chroma into colours in
     0..white."""
-    kr, kb = WEIGHTS[layout.colours.matrix]
-    kg = 1 - kr - kb
     unit = 1 << (8 * layout.element_bytes - layout.bits)
     black, luma, chroma = (each * unit for each in extents(layout.colours.full_range, layout.bits))
     middle = (1 << (layout.bits - 1)) * unit
-    differences = (2 * (1 - kr), -2 * (1 - kb) * kb / kg, -2 * (1 - kr) * kr / kg, 2 * (1 - kb))
-    return (float(black), float(middle), white / luma, *(white / chroma * each for each in differences), white)
+    red_cr, green_cr, green_cb, blue_cb = (white / chroma * each for each in chroma_factors(layout.colours.matrix))
+    return (float(black), float(middle), white / luma, red_cr, green_cb, green_cr, blue_cb, white)
 
 
 def _gains(form: Form) -> tuple[float, ...]:

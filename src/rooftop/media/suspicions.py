@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DAMAGED = "a packet is damaged or incomplete"
 _MOST_KEPT = 1000  # maximum number of packets kept from a key frame on; with more, all of them are dropped
-_MOST_AHEAD = 2000
+_MOST_AHEAD = 2000  # maximum number of packets read after a suspicious packet, and including it
 _KEY_FRAMES = 2  # number of key frames to read after a suspicious packet
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from rooftop.errors import InputError
 from rooftop.media.colours import CODES, WEIGHTS, Colours, rgb_to_yuv, usual_matrix
 from rooftop.media.errors import VideoWriteError
+from rooftop.media.forms import DTYPES
 from rooftop.media.nvenc import ENCODER, OTHERWISE, why_no_nvenc
 from rooftop.media.opening import said
 from rooftop.media.pyav import load_av
@@ -45,6 +46,8 @@ DISK_ERRORS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE, 
 FULL_RANGE = ("mjpeg", "ljpeg", "amv")  # encoders of JPEG, whose standard has only full range
 TICKS_MPEG4 = 60_000  # ticks per second for MPEG-4, whose header stores this number in 16 bits
 UNTIMED_X265 = 2  # in videos of up to this many frames, x265 leaves decoding times uninitialized
+MOST_IN_A_RATE = 2**31 - 1  # numerator of a rate in FFmpeg
+MOST_TICKS = 2**61  # FFmpeg's times are 64-bit integers
 NARROWEST_X265 = 64  # for narrower frames, x265 (in PyAV 18) writes out of bounds in `Lookahead::cuTree`
 
 
@@ -113,6 +116,8 @@ class VideoWriter:
     ) -> None:
         self.av = load_av()
         self.path = user_path(path)
+        if not self.path.name:
+            raise InputError(f"{self.path} is a folder: expected the name of a file")
         self.frames = 0
         # The name does not contain the file's own name, which may be too long to extend, and may contain "%",
         # which FFmpeg would expand.
@@ -128,7 +133,8 @@ class VideoWriter:
         self.fps = _rate(fps)
         self.codec, self.matrix, self.pad = codec, matrix, pad
         self.full_range = full_range or codec in FULL_RANGE or (pixel_format or "").startswith("yuvj")
-        self.bit_rate_bps, self.options, self.cut_sound = bit_rate_bps, dict(options or {}), cut_sound
+        self.bit_rate_bps, self.cut_sound = bit_rate_bps, cut_sound
+        self.options = {name: str(value) for name, value in (options or {}).items()}  # a number is accepted too
         if codec == "auto" and options:
             raise InputError(f'options {self.options} belong to one encoder: pass its name as codec, not "auto"')
         self.fallback_reason = why_no_nvenc(pixel_format or "yuv420p") if codec == "auto" else None
@@ -238,8 +244,10 @@ class VideoWriter:
             )
         if frames.dim() not in (3, 4) or frames.shape[-3] != 3:
             raise InputError(f"frames of shape {tuple(frames.shape)}: expected (3, H, W) or (T, 3, H, W)")
-        if frames.dtype != torch.uint8 and not frames.is_floating_point():
+        if frames.dtype not in DTYPES:
             raise InputError(f"frames of {frames.dtype}: expected uint8, or floating values in 0..1")
+        if isinstance(times, (int, float)):
+            raise InputError(f"times are {times!r}: expected a sequence of seconds, one for each frame")
         batch = frames.detach()[None] if frames.dim() == 3 else frames.detach()
         seconds = None if times is None else [float(each) for each in times]
         if seconds is not None and len(seconds) != len(batch):
@@ -274,7 +282,7 @@ class VideoWriter:
                 self._encode(frame)
                 self.frames += 1
                 self._mux_sound(tick * self._time_base)
-        except (self.av.FFmpegError, ValueError, OSError) as error:
+        except (self.av.FFmpegError, ValueError, OverflowError, OSError) as error:
             self.discard()
             raise self._refused(error) from error
         except BaseException:
@@ -299,6 +307,8 @@ class VideoWriter:
         """
         if self._closed or self._container is None:
             raise VideoWriteError(f"{self.path} is closed already: open another VideoWriter")
+        if not isinstance(samples, Tensor):
+            raise InputError(f"samples are {type(samples).__name__}: expected a tensor (C, N), floating in -1..1")
         if samples.dim() != 2 or not samples.is_floating_point():
             raise InputError(f"samples {tuple(samples.shape)} of {samples.dtype}: expected (C, N), floating in -1..1")
         if not bool(torch.isfinite(samples).all()):
@@ -320,6 +330,8 @@ class VideoWriter:
         given = (samples.shape[0], rate_hz, codec or self._sound.codec)
         if given != before:
             raise InputError(f"sound with (channels, Hz, codec) {given} after {before}: a stream cannot change these")
+        if samples.shape[1] == 0:
+            return
         try:
             self._sound.write(samples.detach().cpu())
         except (self.av.FFmpegError, ValueError, OSError) as error:
@@ -415,6 +427,8 @@ class VideoWriter:
             raise InputError("times must be finite and 0 or more")
         rate = self._ticks_a_second
         ticks = [round(each * rate) for each in seconds]
+        if max(ticks) > MOST_TICKS:
+            raise InputError(f"a frame at {max(seconds):.6g} s: expected at most {float(MOST_TICKS / rate):.6g} s")
         before = self._last_tick
         for tick, each in zip(ticks, seconds, strict=True):
             if rate == self.fps and abs(tick / rate - Fraction(each)) > AVI_SLACK_S:
@@ -433,7 +447,7 @@ class VideoWriter:
     def _until(self, until: float, last_tick: int, timed: bool) -> int:
         """Duration of the last frame in ticks."""
         ticks = round(until * self._ticks_a_second) - last_tick if 0 <= until < float("inf") else 0
-        if not timed or ticks <= 0:
+        if not timed or not 0 < ticks <= MOST_TICKS:
             raise InputError(f"until={until}: expected a value in seconds above the last time, together with times")
         return ticks
 
@@ -558,12 +572,14 @@ class VideoWriter:
 
 def _rate(fps: float | Fraction) -> Fraction:
     try:
-        exact = Fraction(fps) if isinstance(fps, (int, Fraction)) else Fraction(0.0 + fps)
+        exact = Fraction(fps) if isinstance(fps, (int, Fraction)) else Fraction(float(0.0 + fps))
         rate = exact.limit_denominator(1001)
     except (TypeError, ValueError, OverflowError):
         rate = Fraction(0)
     if rate <= 0:
-        raise InputError(f"fps={fps!r}: expected a number above 0, such as 25 or Fraction(30000, 1001)")
+        raise InputError(f"fps={fps!r}: expected a number above 0, at least 1/1001, such as 25 or 30000/1001")
+    if rate.numerator > MOST_IN_A_RATE:
+        raise InputError(f"fps={fps!r}: FFmpeg's rates are fractions of 32-bit integers, so expected a lower fps")
     return rate
 
 

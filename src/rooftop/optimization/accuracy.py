@@ -18,7 +18,7 @@ ALLOWED = 2.0
 
 
 class RefusedError(Exception):
-    """Raised for a change that is not correct, with the reason; the search catches it."""
+    """A change is not correct, or a rule cannot be applied; the message is the reason. The search catches this."""
 
 
 class InaccurateError(RefusedError):

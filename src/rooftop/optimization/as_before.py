@@ -42,8 +42,8 @@ class _Was:
         return self.gradient is not None and self.gradient.differs()
 
     def restore(self) -> None:
-        """Restore the tensor if it differs from its earlier state. Even a write of equal values would count as a
-        change.
+        """Restore the tensor if it differs from its earlier state. Otherwise do not write to it, since a write of equal
+        values also raises its version counter.
         """
         tensor, gradient = self.tensor, self.gradient
         if not self.differs():

@@ -100,7 +100,8 @@ class Deadline:
 
 
 def _is_ending(frame: FrameType | None) -> bool:
-    """Whether a frame or a caller of it ends a deadline. An exception there would leave the deadline running."""
+    """Whether this frame, or one of its callers, is ending a deadline. An exception there would leave the deadline
+    running."""
     while frame is not None:
         if frame.f_code in (Deadline.__exit__.__code__, Deadline.end.__code__):
             return True

@@ -143,11 +143,13 @@ def _varied(flat: Tensor, generator: torch.Generator) -> Tensor:
     high = 1 if flat.dtype == torch.bool else int(first)
     if high <= 0:
         return flat
-    return torch.randint(high + 1, flat.shape, generator=generator, device=flat.device).to(flat.dtype)
+    end = min(high + 1, torch.iinfo(torch.int64).max)
+    return torch.randint(end, flat.shape, generator=generator, device=flat.device).to(flat.dtype)
 
 
 def _on(device: torch.device, generator: torch.Generator) -> torch.Generator:
-    """A generator on `device`, seeded by `generator`. Drawing millions of values on a CPU would take seconds."""
+    """The generator itself if it is on such a device, otherwise a generator on `device` that is seeded by it. For a
+    GPU, drawing millions of values on the CPU would take seconds."""
     if generator.device.type == device.type:
         return generator
     return torch.Generator(device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
@@ -216,7 +218,7 @@ def key_of(given: Arguments) -> Any:
     """The key of a call. A proof for one call holds for all calls with the same key; strides may differ.
 
     Raises:
-        TypeError: an argument is not a tensor, number, string or structure of them.
+        TypeError: an argument is not a tensor, number, string or structure of them, or a tensor is float8.
     """
     return signature(given, _kind)[0]
 
@@ -233,6 +235,8 @@ def without_shapes(key: Any) -> Any:
 def _kind(tensor: Tensor) -> Hashable:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.is_quantized:
         raise TypeError(f"optimize: tensors must be plain tensors, got {_name(tensor)}: pass the plain tensors in it")
+    if tensor.is_floating_point() and tensor.dtype.itemsize == 1:  # PyTorch has no arithmetic to vary such values
+        raise TypeError(f"optimize: got a tensor of {tensor.dtype}: pass a wider dtype, and let the model cast it")
     return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
 
 

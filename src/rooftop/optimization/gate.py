@@ -236,7 +236,7 @@ class Gate:
     def _eager(self, lowered: Candidate | None, given: Arguments) -> Outcome:
         if lowered is None:
             return outcome_of(self.step, self.original, self.original, given)
-        return outcome_of(self.step, lowered.call, _with_names_of(lowered.model, self.original), given)
+        return outcome_of(self.step, lowered.call, _Renamed(lowered.model, self.original), given)
 
     def judge(self, candidate: Candidate) -> float:
         """Compare a change with the original's behaviour.
@@ -248,7 +248,7 @@ class Gate:
             RefusedError: the change is not correct.
             Exception: any error that the changed model raises.
         """
-        worst, model = 0.0, _with_names_of(candidate.model, self.original)
+        worst, model = 0.0, _Renamed(candidate.model, self.original)
         before: tuple[Known, Outcome] | None = None
         for known in self.known:
             poison(known.eager)
@@ -279,7 +279,7 @@ class Gate:
         self._compare(self._changed(candidate, known.draw), known, candidate)
 
     def _changed(self, candidate: Candidate, draw: Draw) -> Outcome:
-        return outcome_of(self.step, candidate.call, _with_names_of(candidate.model, self.original), draw.given)
+        return outcome_of(self.step, candidate.call, _Renamed(candidate.model, self.original), draw.given)
 
     def _in_the_same_memory(self, candidate: Candidate, model: nn.Module) -> None:
         """Run the candidate on new values at the same addresses, to detect results cached by address."""
@@ -305,6 +305,7 @@ class Gate:
         self._compare_values(values, others[0], candidate, "inputs in the same memory")
 
     def _compare(self, got: Outcome, known: Known, candidate: Candidate, what: str = "") -> float:
+        """Compare all parts of an outcome with the original's. Return the error as a fraction of the allowed error."""
         what = what or known.draw.what
         eager = known.eager
         missing, more = sorted(eager.values.keys() - got.values.keys()), sorted(got.values.keys() - eager.values.keys())
@@ -405,8 +406,7 @@ class Gate:
         """The original's error with TF32 in all convolutions and matrix products for which PyTorch's settings allow
         TF32. The result is 0 if TF32 is allowed for none of them.
         """
-        truth = known.truth.values.get(name) if known.truth is not None else None
-        if truth is None or self.lowered is not None or known.eager.values[name].dtype != torch.float32:
+        if known.truth is None or self.lowered is not None or known.eager.values[name].dtype != torch.float32:
             return 0.0
         draw, found = self.in_tensor_floats.get(known.draw.what, (None, None))
         if draw is not known.draw:
@@ -417,9 +417,7 @@ class Gate:
             except Exception:
                 found = None
             self.in_tensor_floats[known.draw.what] = known.draw, found
-        if found is None or name not in found.values or found.values[name].shape != truth.shape:
-            return 0.0
-        return _difference(found.values[name], truth, finite=True)
+        return _error(found, known.truth, name)
 
     def _sensitivity(self, known: Known, name: str) -> float:
         """How much a float64 result changes if the inputs of a special draw change by `SHIFT`.
@@ -435,10 +433,7 @@ class Gate:
                 self.shifts[what] = self._truth(replace(known.draw, given=mapped(known.draw.given, _shifted)))
             except Exception:
                 self.shifts[what] = None
-        shifted, truth = self.shifts[what], known.truth.values.get(name)
-        if shifted is None or truth is None or name not in shifted.values or shifted.values[name].shape != truth.shape:
-            return 0.0
-        return _difference(shifted.values[name], truth, finite=True)
+        return _error(self.shifts[what], known.truth, name)
 
     def _compare_one(self, name: str, got: Tensor, eager: Tensor, truth: Tensor | None, what: str) -> float:
         if got.shape != eager.shape or got.dtype != eager.dtype or got.device != eager.device:
@@ -454,10 +449,7 @@ class Gate:
         """The original's largest error on the given inputs. Only the given inputs are used: on drawn inputs that are
         constant, the original may be exact by luck.
         """
-        first = self.known[0]
-        if first.truth is None or name not in first.eager.values or name not in first.truth.values:
-            return 0.0
-        return _difference(first.eager.values[name], first.truth.values[name], finite=True)
+        return _error(self.known[0].eager, self.known[0].truth, name)
 
 
 def doubled(given: Arguments) -> Arguments:
@@ -496,10 +488,6 @@ class _Renamed(nn.Module):
 
     def named_buffers(self, *_: Any, **__: Any) -> Any:
         return self._original[0].named_buffers()
-
-
-def _with_names_of(changed: nn.Module, original: nn.Module) -> nn.Module:
-    return _Renamed(changed, original)
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -552,6 +540,15 @@ def _difference(one: Tensor, other: Tensor, finite: bool = False) -> float:
         return 0.0
     apart = (one.double() - other.to(one.device).double()).abs()
     return float(apart.nan_to_num(0.0, 0.0).max() if finite else apart.nan_to_num(torch.inf).max())
+
+
+def _error(outcome: Outcome | None, truth: Outcome | None, name: str) -> float:
+    """The largest difference of a result from the float64 model's, without NaN and infinities; 0 if one of the outcomes
+    lacks the result, or has it in another shape.
+    """
+    got = None if outcome is None else outcome.values.get(name)
+    exact = None if truth is None else truth.values.get(name)
+    return 0.0 if got is None or exact is None or got.shape != exact.shape else _difference(got, exact, finite=True)
 
 
 def _rms(values: Tensor) -> Tensor:

@@ -296,8 +296,8 @@ class OptimizedModule(nn.Module):
 
     def __getstate__(self) -> object:
         raise TypeError(
-            "rooftop.optimize: an optimized module cannot be pickled: save its state_dict and the plan "
-            "(`Optimized.save`), and call optimize(..., plan=...) after loading"
+            "rooftop.optimize: an optimized module cannot be pickled or copied by copy.copy: save its state_dict and "
+            "the plan (`Optimized.save`), and call optimize(..., plan=...) after loading"
         )
 
 

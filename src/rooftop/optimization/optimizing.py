@@ -65,18 +65,19 @@ def optimize(
         shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension also get
             the new first dimension.
         rules: names of rules, or your own rules (`rooftop.rewrites.Rule`). None: all rules except those that lower the
-            precision.
+            precision. With `plan`: your own rules that the plan names.
         exact: keep only rules whose results are identical bit for bit.
         min_gain: smallest measured gain for which a rule is kept, as a share of a step. Half of `min_gain` is enough
             if any gain was predicted.
         budget_s: time limit in seconds. Rules that do not fit in the time are listed as not tried.
-        draw: a function that creates other arguments (a tuple), if values drawn from the given arguments are not valid.
+        draw: a function that returns a tuple of other positional arguments, if values drawn from the given arguments
+            are not valid. Keyword arguments stay the same.
         plan: a file of `Optimized.save`, whose rules are applied, proven and timed without a search.
         progress: called with (the current activity, fraction done).
 
     Raises:
         TypeError, ValueError: wrong arguments, or a model that cannot be optimized: hooks, several devices.
-        InputError: the plan cannot be read.
+        InputError: the file of the plan cannot be read, has another version, or names unknown or conflicting rules.
         Exception: any error that the model raises on the given inputs.
 
     Example:
@@ -117,7 +118,9 @@ def optimize(
         check_taken(twin, step, tried)
 
         def gate() -> Gate:
-            return Gate.of(twin, step, _in_order(tried), GATE_SHARE * budget_s, exact, fresh)
+            # draws with special values come last, because they are skipped if time is short
+            in_order = sorted(tried, key=lambda each: each.special)
+            return Gate.of(twin, step, in_order, GATE_SHARE * budget_s, exact, fresh)
 
         proven = [given, *(each.given for each in claimed)]
 
@@ -184,11 +187,6 @@ def _of_shapes(shapes: Sequence[Sequence[int]], given: Arguments, generator: tor
     return found
 
 
-def _in_order(tried: list[Draw]) -> list[Draw]:
-    """Draws with special values last, because they are skipped if time is short."""
-    return sorted(tried, key=lambda draw: draw.special)
-
-
 # ---- plans ---------------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +197,8 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
         own: the user's own rules, which the plan may name.
 
     Raises:
-        InputError: the file is not a plan, or it names unknown rules.
+        InputError: the file is not a plan of this version, or it names unknown or conflicting rules.
+        ValueError: `own` has rules of Rooftop.
     """
     mine = _rules(own) if own is not None else []
     if built_in := [rule.name for rule in mine if rule in RULES]:

@@ -279,7 +279,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for buffer, values in before:
-                    if not same_values(buffer, values):  # even a write of the same value would count as a change
+                    if not same_values(buffer, values):  # a write of equal values also raises the version counter
                         buffer.copy_(values)
 
 

@@ -23,7 +23,7 @@ ROUND_S = 0.15
 """Seconds for each of the two candidates in a round. A slow model takes longer, since it runs at least one step."""
 
 Late = Callable[[], bool]
-"""Returns whether the time is up. If it is, the rounds so far decide."""
+"""Returns whether the time is up. If it is, no rounds are added after the first `SURE_ROUNDS`."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -238,28 +237,29 @@ class Search:
 
     def _fits(self, rule: Rule) -> bool:
         """Whether a rule can be applied; a refusal is recorded."""
-        fits = rule.trains if self._builder.step.training else rule.infers
-        given = replace(self._builder.plain, optimizer=self._builder.optimizer)
-        try:
-            reason = rule.refusal(given) if fits else f"not for {'training' if not rule.trains else 'inference'}"
-            _check_reason(reason, f"refusal of {rule.name}")
-        except Exception as error:
-            self.changes.append(Change(rule.name, "failed", in_a_line(error)))
+        if not (rule.trains if self._builder.step.training else rule.infers):
+            self.changes.append(
+                Change(rule.name, "refused", f"not for {'training' if not rule.trains else 'inference'}")
+            )
             return False
-        if reason is not None:
-            self.changes.append(Change(rule.name, "refused", reason))
-        return reason is None
+        given = replace(self._builder.plain, optimizer=self._builder.optimizer)
+        return self._has_no_reason(rule, "refused", "refusal", given)
 
     def _has_work(self, rule: Rule, times: Times) -> bool:
         """Whether a step has work that the rule could make faster; the absence of such work is recorded."""
+        return self._has_no_reason(rule, "no gain", "absent", times)
+
+    def _has_no_reason(self, rule: Rule, verdict: str, method: str, given: object) -> bool:
+        """Whether a method of the rule returns None. If it returns a reason instead, the reason is recorded with the
+        verdict. If it raises, the error is recorded as "failed"."""
         try:
-            reason = rule.absent(times)
-            _check_reason(reason, f"absent of {rule.name}")
+            reason = getattr(rule, method)(given)
+            if reason is not None and (not isinstance(reason, str) or not reason):
+                raise TypeError(f"{method} of {rule.name} must return a reason in words, or None, got {reason!r}")
         except Exception as error:
-            self.changes.append(Change(rule.name, "failed", in_a_line(error)))
-            return False
+            verdict, reason = "failed", in_a_line(error)
         if reason is not None:
-            self.changes.append(Change(rule.name, "no gain", reason))
+            self.changes.append(Change(rule.name, verdict, reason))
         return reason is None
 
     def _forecast(self, rule: Rule, times: Times) -> tuple[float, float] | None:
@@ -297,9 +297,13 @@ class Search:
         Args:
             compiled: whether another rule of the candidate compiles.
         """
-        steps = STEPS + (0 if self._builder.gate is not None else PROOF_STEPS)
-        seconds = self._order.seconds(rule, self._profiles.now) + steps * self._rounds.step_s
+        seconds = self._order.seconds(rule, self._profiles.now) + self._steps_s()
         return seconds + (AGAIN * self._compile_s if compiled else 0.0)
+
+    def _steps_s(self) -> float:
+        """The estimated seconds of the steps that a trial runs after the first call."""
+        steps = STEPS + (0 if self._builder.gate is not None else PROOF_STEPS)
+        return steps * self._rounds.step_s
 
     # ---- trying one rule -----------------------------------------------------------------------------------------
 
@@ -338,8 +342,8 @@ class Search:
         return found
 
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
+        """Try a rule together with the kept rules except `replaced`. If it saves time and is correct, keep it."""
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
-        steps = STEPS + (0 if self._builder.gate is not None else PROOF_STEPS)
         others = [kept for kept in self.kept if kept not in replaced]
         compiled = any(kept.kind == "compile" for kept in others)
         needed = self._needed_s(rule, compiled)
@@ -351,7 +355,8 @@ class Search:
         if left < WORTH_A_TRY * needed:
             return replace(change, reason=NOT_TRIED.format(seconds=left, needed=needed))
         rules = [*others, rule]
-        limit_s, other = self._order.limit(rule, self._profiles.now, left - steps * self._rounds.step_s)
+        first_call_s = left - self._steps_s()  # the time left for the first call
+        limit_s, other = self._order.limit(rule, self._profiles.now, first_call_s)
         deadline = Deadline(limit_s)
         try:
             change = replace(change, predicted_ms=self._profiles.predicted(rule, others))
@@ -387,7 +392,7 @@ class Search:
             self._builder.nothing_changed()
         except StoppedError:
             deadline.end()
-            stopped = LEFT if other and limit_s < left - steps * self._rounds.step_s else STOPPED
+            stopped = LEFT if other and limit_s < first_call_s else STOPPED
             return replace(change, reason=stopped.format(seconds=time.perf_counter() - began, other=other))
         except RefusedError as why:
             return replace(change, verdict="refused", reason=str(why))
@@ -499,13 +504,10 @@ class Search:
         return False
 
     def _give_up(self, reason: str, verdict: str = "refused") -> None:
-        told: dict[str, Any] = {"verdict": verdict, "reason": reason} | (
-            {"error": None} if verdict == "refused" else {}
-        )
-        self.changes = [replace(change, **told) if change.verdict == "kept" else change for change in self.changes]
+        self.changes = [
+            replace(each, verdict=verdict, reason=reason, error=None if verdict == "refused" else each.error)
+            if each.verdict == "kept"
+            else each
+            for each in self.changes
+        ]
         self.kept, self.best = [], self._builder.plain
-
-
-def _check_reason(reason: object, what: str) -> None:
-    if reason is not None and (not isinstance(reason, str) or not reason):
-        raise TypeError(f"{what} must return a reason in words, or None, got {reason!r}")

@@ -4,8 +4,8 @@ Partial results are merged in float32 (in float64 for float64 inputs), so that t
 of blocks. Backward uses only the merged result and its log-sum-exp, so no block's result is saved
 (`rooftop.kernels.attentions.parts`).
 
-Large blocks run one by one in the back end that is fastest for their shape. Small blocks, such as short documents, run
-together in one launch of flash attention's kernels for packed sequences.
+Large blocks run one by one in the back end that is fastest for their shape. On GPUs in half precision, small blocks,
+such as short documents, run together in one launch of flash attention's kernels for packed sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rooftop.parallel.uploads import uploaded
 aten = torch.ops.aten
 
 TOGETHER = 1024
-"""Blocks with at most this many queries run together in one launch."""
+"""Blocks with at most this many queries and without a window run together in one launch, if `runs_packed` allows it."""
 WIDEST = 256  # maximum head dimension that flash attention supports
 
 

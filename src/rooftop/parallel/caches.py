@@ -55,19 +55,16 @@ def joined_caches(caches: Sequence[Any], device: torch.device, join: Join) -> An
         TypeError: the caches differ in class, attributes or number of layers, or the sample dimension of a tensor is
             unknown.
     """
-    return _joined(list(caches), device, join)
-
-
-def _joined(parts: list[Any], device: torch.device, join: Join) -> Any:
-    first = parts[0]
-    kinds = {type(part) for part in parts}
-    if len(kinds) > 1 or any(vars(part).keys() != vars(first).keys() for part in parts):
+    first = caches[0]
+    kinds = set(map(type, caches))
+    if len(kinds) > 1 or any(vars(cache).keys() != vars(first).keys() for cache in caches):
         raise TypeError(
-            f"the replicas returned caches of different classes: {', '.join(sorted(map(full_name, parts)))}"
+            "the replicas returned caches of different classes, or with different attributes: "
+            f"{', '.join(sorted(set(map(full_name, caches))))}. Call the module with use_cache=False"
         )
     made = copy(first)
     for name in vars(first):
-        vars(made)[name] = _attribute(name, first, [vars(part)[name] for part in parts], device, join)
+        vars(made)[name] = _attribute(name, first, [vars(cache)[name] for cache in caches], device, join)
     return made
 
 
@@ -77,14 +74,14 @@ def _attribute(name: str, owner: Any, values: list[Any], device: torch.device, j
         return join(values, BATCH_DIMS[name])
     if name in PARTS:
         if not isinstance(first, list):
-            return _joined(values, device, join)
+            return joined_caches(values, device, join)
         counts = {len(layers) for layers in values}
         if len(counts) > 1:
             raise TypeError(
                 f"the replicas returned caches with {', '.join(map(str, sorted(counts)))} layers, expected the same "
                 f"number in each"
             )
-        return [_joined(list(layers), device, join) for layers in zip(*values, strict=True)]
+        return [joined_caches(layers, device, join) for layers in zip(*values, strict=True)]
     if name in CONSTANTS and isinstance(first, Tensor):
         return first.to(device)
     if isinstance(first, torch.device):

@@ -112,6 +112,7 @@ def full_name(value: Any) -> str:
 
 
 def _within(part: Any) -> list[Any]:
+    """The objects that an object holds directly."""
     if isinstance(part, functools.partial):
         return [part.func, *part.args, *part.keywords.values()]
     if isinstance(part, BOUND):
@@ -200,6 +201,7 @@ def _opened_attributes(part: UserDict[Any, Any] | UserList[Any]) -> Opened:
 
 
 def _opened_mapping(part: Mapping[Any, Any]) -> Opened:
+    """Open a mapping that is not a dict. A similar mapping is made by calling its class with a dict."""
     keys, kind = list(part), type(part)
     values = [part[key] for key in keys]
 

@@ -146,11 +146,12 @@ class ContextAttention:
             plan = self._plan(packing, context.group, attention.window, query)
             return _Attend.apply(query, key, value, plan, scale)  # type: ignore[no-any-return]
         near = context.group if context.transport == "a2a" else context.near
-        first = context.index // place_in(near)[1] * place_in(near)[1]
-        held, device = packing.held[first : first + place_in(near)[1]], query.device
+        neighbours = place_in(near)[1]
+        first = context.index // neighbours * neighbours
+        held, device = packing.held[first : first + neighbours], query.device
         order = self._ready(("order", first, device), lambda: uploaded(order_of(held), device))
         query, key, value = (heads_here(each, order, near) for each in (query, key, value))
-        joined = Packing(packing.length, _joined(packing.held, place_in(near)[1]), packing.documents)
+        joined = Packing(packing.length, _joined(packing.held, neighbours), packing.documents)
         far = None if context.transport == "a2a" else context.far
         plan = self._plan(joined, far, attention.window, query)
         return positions_here(_Attend.apply(query, key, value, plan, scale), order, near)
@@ -264,6 +265,7 @@ class _RankPlan:
         return wide_dtype(x) if len(self.steps) > 1 else x.dtype
 
     def _step(self, to: Collection[int], of: Collection[int]) -> _Step:
+        """The step in which this rank sends rows to the ranks `to`, and receives rows from the ranks `of`."""
         index, ranks = self.index, place_in(self.group)[1]
         held = self.packing.held[index]
         arriving = [self.packing.rows(index, rank, self.window) if rank in of else () for rank in range(ranks)]

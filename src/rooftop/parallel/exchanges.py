@@ -38,9 +38,9 @@ Group = ProcessGroup | None
 Pending = Callable[[], Tensor]
 """An operation in progress. Calling it waits for the operation and returns the result."""
 
-# torch 2.13 renamed these functions.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# torch 2.13 renamed these functions. The old names may be missing in later versions.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def place_in(group: Group) -> tuple[int, int]:

@@ -42,7 +42,11 @@ DTYPES = {
     "Double": "float64",
     "Half": "float16",
     "BFloat16": "bfloat16",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
     "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
     "Int": "int32",
     "Long": "int64",
 }
@@ -124,44 +128,40 @@ def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[in
         dumps: the dumps of this rank.
         groups: the ranks of each group, by name, for dumps that do not include the ranks.
     """
-    found = [
-        (entry.get("time_created_ns") or 0, operation)
-        for dump in dumps
-        for entry, operation in _operations(dump, groups)
+    return tuple(
+        operation
+        for entry, operation in _operations(dumps, groups)
         if not entry.get("retired") and entry.get("state") != "completed"
-    ]
-    return tuple(operation for _, operation in sorted(found, key=lambda pair: pair[0]))
+    )
 
 
 def newest(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> Operation | None:
     """The operation that a rank has launched last, whether or not it has ended. `unfinished` would omit a failed
     operation, which counts as ended."""
-    found = [
-        (entry.get("time_created_ns") or 0, operation)
-        for dump in dumps
-        for entry, operation in _operations(dump, groups)
-    ]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    found = _operations(dumps, groups)
+    return found[-1][1] if found else None
 
 
 def _operations(
-    dump: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]
+    dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]
 ) -> list[tuple[Mapping[str, Any], Operation]]:
-    said = {name: _ranks_of(config) for name, config in dump.get("pg_config", {}).items()}
+    """A rank's operations, each with its entry in a dump, the oldest first."""
     found = []
-    for entry in dump.get("entries", ()):
-        group = str(entry["process_group"][0])
-        two = bool(entry.get("is_p2p"))
-        operation = Operation(
-            name=str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
-            group=group,
-            ranks=said.get(group) or groups.get(group, ()),
-            number=int(entry["p2p_seq_id" if two else "collective_seq_id"]),
-            what=_tensor(entry),
-            between_two=two,
-        )
-        found.append((entry, operation))
-    return found
+    for dump in dumps:
+        said = {name: _ranks_of(config) for name, config in dump.get("pg_config", {}).items()}
+        for entry in dump.get("entries", ()):
+            group = str(entry["process_group"][0])
+            two = bool(entry.get("is_p2p"))
+            operation = Operation(
+                name=str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
+                group=group,
+                ranks=said.get(group) or groups.get(group, ()),
+                number=int(entry["p2p_seq_id" if two else "collective_seq_id"]),
+                what=_tensor(entry),
+                between_two=two,
+            )
+            found.append((entry, operation))
+    return sorted(found, key=lambda pair: pair[0].get("time_created_ns") or 0)
 
 
 def _ranks_of(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -104,7 +104,8 @@ def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
 
 def _same_value(parts: list[Any]) -> Any:
     first = parts[0]
-    if first is None or (isinstance(first, COMPARABLE) and all(part == first for part in parts)):
+    # by `repr`, NaN equals NaN
+    if first is None or (isinstance(first, COMPARABLE) and all(p == first or repr(p) == repr(first) for p in parts)):
         return first
     if isinstance(first, COMPARABLE):
         raise ValueError(

@@ -68,12 +68,12 @@ def _by_torchrun(environment: Mapping[str, str]) -> Launch:
         Launch(
             rank,
             _number("WORLD_SIZE", environment),
-            _number("LOCAL_RANK", environment) if "LOCAL_RANK" in environment else rank,
+            _number("LOCAL_RANK", environment, rank),
             "torchrun",
             environment["MASTER_ADDR"],
             _number("MASTER_PORT", environment),
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            _number("TORCHELASTIC_RESTART_COUNT", environment),
             "TORCHELASTIC_RUN_ID" in environment,
         )
     )
@@ -81,8 +81,8 @@ def _by_torchrun(environment: Mapping[str, str]) -> Launch:
 
 def _by_slurm(environment: Mapping[str, str]) -> Launch:
     _require(SLURM, environment)
-    step = int(environment.get("SLURM_STEP_ID", "0"))
-    port = FIRST_PORT + (16 * _number("SLURM_JOB_ID", environment) + step) % PORTS  # the same on all ranks of a step
+    job, step = _number("SLURM_JOB_ID", environment), _number("SLURM_STEP_ID", environment)
+    port = FIRST_PORT + (16 * job + step) % PORTS  # the same on all ranks of a step
     return _checked(
         Launch(
             _number("SLURM_PROCID", environment),
@@ -90,7 +90,7 @@ def _by_slurm(environment: Mapping[str, str]) -> Launch:
             _number("SLURM_LOCALID", environment),
             "slurm",
             environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
-            _number("MASTER_PORT", environment) if "MASTER_PORT" in environment else port,
+            _number("MASTER_PORT", environment, port),
         )
     )
 
@@ -110,10 +110,12 @@ def _require(names: tuple[str, ...], environment: Mapping[str, str]) -> None:
         )
 
 
-def _number(name: str, environment: Mapping[str, str]) -> int:
-    if not environment[name].isascii() or not environment[name].isdigit():
-        raise ValueError(f"{name}={environment[name]!r} in the environment: expected a number, 0 or more")
-    return int(environment[name])
+def _number(name: str, environment: Mapping[str, str], otherwise: int = 0) -> int:
+    """The number in a variable, or `otherwise` if there is no such variable."""
+    text = environment.get(name, str(otherwise))
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{name}={text!r} in the environment: expected a number, 0 or more")
+    return int(text)
 
 
 def _checked(launch: Launch) -> Launch:

@@ -188,6 +188,7 @@ class Packing:
         return found
 
     def _blocks(self, queries: list[Span], keys: list[Span], window: int | None) -> Iterator[Block]:
+        """Yield the blocks of queries with keys, which are both given as ascending runs of positions."""
         placed = list(_placed(keys))
         for row, spans in self.spans:
             for query, here in _placed(queries):

@@ -311,7 +311,7 @@ class _Step:
         self.sending.append(_Posted(transfer, work, tensor))
 
     def _given(self, made_by: Instruction) -> Tensor:
-        """The result of another stage; that stage is on this rank or on another rank."""
+        """The result of an adjacent stage. If that stage is on another rank, wait for the result."""
         if made_by in self.made:
             return self.made.pop(made_by)
         posted = self.receiving.pop(made_by)

@@ -78,7 +78,10 @@ def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *
 
     def run(*arguments: Tensor | None) -> Result:
         if isinstance(step, Tensor) and step._version != version:
-            raise RuntimeError("Gpt: the step tensor was changed before backward, which needs forward's masks")
+            raise RuntimeError(
+                "recompute: the step tensor was changed before backward, which needs forward's masks: change it "
+                "afterwards"
+            )
         with masks.at(place) if masks is not None else nullcontext():
             return function(*arguments)
 

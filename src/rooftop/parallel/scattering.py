@@ -76,9 +76,8 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
     name = full_name(leaf)
     if isinstance(leaf, PackedSequence):
         raise TypeError(
-            f"a {name} cannot be split, since its rows are sorted by time. Pass the padded "
-            f"tensor and the lengths, and pack "
-            "them inside the module (torch.nn.utils.rnn.pad_packed_sequence, pack_padded_sequence)"
+            f"a {name} cannot be split, since its rows are sorted by time. Pass the padded tensor and the lengths, and "
+            "pack them inside the module (torch.nn.utils.rnn.pad_packed_sequence, pack_padded_sequence)"
         )
     if is_cache(leaf):
         raise TypeError(

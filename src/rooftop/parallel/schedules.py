@@ -19,9 +19,9 @@ without processes.
 | zbv | 2 | (p - 1) / (6 * m + p - 1), where m >= 2 * p - 1 | p |
 
 The table uses p for ranks, m for micro-batches and v for stages per rank. F and B are the times of a forward and a
-backward. zb-h1 and zbv split a backward B into the gradient of the input, I, and the
-gradients of the weights, W. No rank waits for W, so W fills idle time. The table's
-idle shares of zb-h1 and zbv assume F = I = W = 1.
+backward. zb-h1 and zbv split a backward B into the gradient of the input, I, and the gradients of the weights, W. No
+rank waits for W, so W fills idle time. The table's idle shares of zb-h1 and zbv assume F = I = W = 1. The last column
+is for m of at least 2 * p (for interleaved, also a multiple of p).
 
 Sources: Huang et al. 2019, "GPipe" (arXiv:1811.06965); Narayanan et al. 2021, "Efficient Large-Scale Language Model
 Training" (arXiv:2104.04473), 1F1B and interleaving; Qi et al. 2023, "Zero Bubble Pipeline Parallelism"
@@ -138,11 +138,14 @@ class Schedule:
             units: integer duration of each kind of instruction; None: `UNITS`.
 
         Raises:
-            ValueError: a unit is for an unknown kind or is not an integer, or a kind in the schedule has no unit.
+            ValueError: a unit is for an unknown kind or is not a positive integer, or a kind in the schedule has no
+                unit.
         """
         for kind, number in (units or {}).items():
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise ValueError(f"drawn: units must be integers, in columns per instruction; got {kind!r}: {number!r}")
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(
+                    f"drawn: units must be integers of 1 or more, in columns per instruction; got {kind!r}: {number!r}"
+                )
         timeline = simulate(self, units or UNITS)
         several = max(map(len, self.placement)) > 1
         columns = round(timeline.makespan)
@@ -184,8 +187,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle share of all ranks' time, from 0 to 1."""
-        return self.idle / (self.makespan * len(self.held))
+        """The idle share of all ranks' time, from 0 to 1; 0 if no instruction takes any time."""
+        return self.idle / (self.makespan * len(self.held)) if self.makespan else 0.0
 
 
 def simulate(

@@ -123,12 +123,12 @@ class ColumnParallelLinear(Deferring, LinearAct):
         With `with_before`, also return the activation's input, without a gradient, as in `linear_act_and_before`.
 
         Raises:
-            ValueError: a residual is given with several ranks or with `with_before`.
+            ValueError: a residual is given to a layer with a group, or with `with_before`.
         """
         if residual is not None and (self.group is not None or with_before):
             raise ValueError(
-                "ColumnParallelLinear: a residual cannot be given with with_before, or with several ranks, since each "
-                "rank computes only a part of the features: add it after a row layer"
+                "ColumnParallelLinear: a residual cannot be given with with_before, or to a layer with a group, since "
+                "each rank computes only a part of the features: add it after a row layer"
             )
         if self.group is not None or (with_before and self.deferral is not None):
             y, before = self._product(input)
@@ -206,7 +206,7 @@ class RowParallelLinear(Deferring, LinearAct):
         rank's part of S.
 
         Raises:
-            ValueError: a residual is given with several ranks, or the sequence cannot be split among the ranks.
+            ValueError: a residual is given to a layer with a group, or the sequence cannot be split among the ranks.
         """
         if self.group is None:
             return product(input, self.weight, self.bias, self.activation, residual, self.deferral)

@@ -22,16 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from rooftop.kernels import cross_entropy, linear_cross_entropy
-from rooftop.kernels.losses.formulas import (
-    inverse_of_count,
-)
+from rooftop.kernels.losses.formulas import inverse_of_count
 from rooftop.kernels.losses.linear_losses import chunk_rows
-from rooftop.kernels.losses.losses import (
-    LogitsShape,
-    check_arguments,
-    check_index,
-    check_targets,
-)
+from rooftop.kernels.losses.losses import LogitsShape, check_arguments, check_index, check_targets
 from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.parallel.exchanges import Group, place_in, start_sum
 from rooftop.parallel.tensor_linears import under_autocast
@@ -240,6 +233,8 @@ def vocab_parallel_cross_entropy(
         RuntimeError: a second derivative is requested.
     """
     check_index("vocab_parallel_cross_entropy", ignore_index)
+    if logits.dim() == 0:
+        raise ValueError("vocab_parallel_cross_entropy: expected logits (..., columns), got a scalar")
     rows = LogitsShape((target.numel(), logits.shape[-1]), logits.dtype, logits.device)
     flat = target.reshape(-1)
     check_arguments("vocab_parallel_cross_entropy", rows, flat, None, reduction, label_smoothing, z_loss)
@@ -303,7 +298,7 @@ def vocab_parallel_linear_cross_entropy(
             hidden, weight[:vocabulary], target, reduction=reduction, chunk_size=chunk_size, **options  # type: ignore[arg-type]
         )  # fmt: skip
     if reduction not in ("mean", "sum"):
-        raise ValueError("vocab_parallel_linear_cross_entropy: reduction must be 'mean' or 'sum'")
+        raise ValueError(f"vocab_parallel_linear_cross_entropy: reduction must be 'mean' or 'sum', got {reduction!r}")
     if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1):
         raise ValueError(
             f"vocab_parallel_linear_cross_entropy: chunk_size must be a positive int or None, got {chunk_size!r}"

@@ -168,7 +168,7 @@ class Watch:
         `SILENCE_S` seconds. It ends earlier if the store has ended, or, with None, if this rank notices a failure.
         """
         try:
-            before = beats(self.store, self.size)
+            before = beats(self.store, range(self.size))
             if self.noticed.wait(SILENCE_S):
                 return None
             silent = self._silent_since(self.store, before)
@@ -230,6 +230,7 @@ class Watch:
     # ---- detection of failures ----
 
     def _neighbour(self, store: Any) -> Failure | None:
+        """Check the next rank on this machine: it may have ended, or a signal may have stopped it."""
         if self._next == self.rank:
             return None
         state, now = self.processes[self._next].state(), time.monotonic()
@@ -266,10 +267,13 @@ class Watch:
         return Failure(f"{words} {'them' if len(ours) > 1 else 'it'} is gone", tuple(ours))
 
     def _asked_to_end(self, store: Any) -> Failure | None:
+        """After SIGTERM, look for ranks that are gone. If there are none, end this process, unless the program handles
+        SIGTERM itself.
+        """
         if not self.termination.asked:
             return None
         if self._asked_at is None:
-            self._asked_at, self._beats_then = time.monotonic(), beats(store, self.size)
+            self._asked_at, self._beats_then = time.monotonic(), beats(store, range(self.size))
             gone = self._gone_here(store)
             return self._gone(gone, ENDED[len(gone) > 1], store) if gone else None
         if not self._beats_then or time.monotonic() - self._asked_at < SILENCE_S:
@@ -283,7 +287,7 @@ class Watch:
         return None
 
     def _silent_since(self, store: Any, before: dict[int, int]) -> list[int]:
-        now = beats(store, self.size)
+        now = beats(store, range(self.size))
         alive = {rank for rank in self._here if self.processes[rank].state() != GONE}
         silent = [rank for rank, beat in now.items() if beat == before[rank] and rank not in alive]
         return [rank for rank in silent if not store.check([f"done/{rank}"])]
@@ -410,9 +414,9 @@ class _Signs:
         return self._silent_s
 
 
-def beats(store: Any, ranks: int | Iterable[int]) -> dict[int, int]:
-    """The number of heartbeats that each rank has sent."""
-    return {rank: store.add(f"beat/{rank}", 0) for rank in (range(ranks) if isinstance(ranks, int) else ranks)}
+def beats(store: Any, ranks: Iterable[int]) -> dict[int, int]:
+    """The number of heartbeats that each of these ranks has sent."""
+    return {rank: store.add(f"beat/{rank}", 0) for rank in ranks}
 
 
 def places_of(store: Any, ranks: Iterable[int]) -> dict[int, Place]:

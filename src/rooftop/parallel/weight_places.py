@@ -32,7 +32,8 @@ class WeightPlaces:
         Raises:
             RuntimeError: an attribute now holds another parameter. The message begins with `who` and names a remedy.
         """
-        for name, _, found in self._replaced():
+        if replaced := self._replaced():
+            name, _, found = replaced[0]
             what = "nothing" if found is None else "another tensor"
             raise RuntimeError(
                 f"{who}: the model now has {what} in place of the parameter {name}, so training the original parameter "
@@ -52,7 +53,7 @@ class WeightPlaces:
                 ranks share the model (FSDP2). In these cases, no parameter is changed.
         """
         taken: dict[nn.Parameter, Tensor] = {}
-        replaced = list(self._replaced())
+        replaced = self._replaced()
         for name, known, found in replaced:
             if found is None or found.shape != known.shape or isinstance(known, DTensor):
                 self.check(who)

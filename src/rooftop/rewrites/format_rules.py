@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -182,6 +183,32 @@ class Autocast(Rule):
         return "the whole model"
 
 
+@contextmanager
+def in_tf32() -> Iterator[None]:
+    """Within the block, float32 products and convolutions may use TF32. Restore the program's switches afterwards.
+
+    PyTorch has older switches (`allow_tf32`) and newer ones (`fp32_precision`). Once a program has set only the newer
+    ones, reading the older ones raises an error; the block then sets the newer ones.
+    """
+    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    convolutions: Any = cudnn.conv  # type: ignore[attr-defined]
+    newer = products.fp32_precision, convolutions.fp32_precision
+    try:
+        older = products.allow_tf32, cudnn.allow_tf32
+    except RuntimeError:
+        older = None
+    try:
+        if older is None:
+            products.fp32_precision = convolutions.fp32_precision = "tf32"
+        else:
+            products.allow_tf32 = cudnn.allow_tf32 = True
+        yield
+    finally:
+        if older is not None:
+            products.allow_tf32, cudnn.allow_tf32 = older
+        products.fp32_precision, convolutions.fp32_precision = newer
+
+
 class TensorFloat32(Rule):
     """Compute float32 matrix products and convolutions in TF32 on tensor cores."""
 
@@ -199,12 +226,8 @@ class TensorFloat32(Rule):
         run = candidate.call
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            products, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-            try:
+            with in_tf32():
                 return run(*args, **kwargs)
-            finally:
-                torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
 
         candidate.prepare(call)
         return "the whole model's forward" if candidate.training else "the whole model"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rooftop.launch.repeated_calls import repeated
 from rooftop.sparse.site_norms import site_norm
 from rooftop.sparse.tensor import SparseConvTensor
+from rooftop.words import counted
 
 
 class SparseModule(nn.Module):
@@ -73,7 +74,7 @@ class SparseSequential(SparseModule):
         if isinstance(index, slice):
             return SparseSequential(OrderedDict(list(self._modules.items())[index]))
         if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range: there are {len(self)} modules")
+            raise IndexError(f"index {index} is out of range for {counted(len(self), 'module')}")
         return list(self._modules.values())[index]  # type: ignore[return-value]
 
     def __len__(self) -> int:

@@ -113,8 +113,8 @@ MOST_NORMS = 3
 shape compiles kernels."""
 
 
-def layer_norms_ms(rows: Sequence[OperatorRow]) -> list[float]:
-    """Time in ms of the calls in each row, if Rooftop's layer norm computes them.
+def layer_norms_ms(rows: Sequence[OperatorRow], device: torch.device) -> list[float]:
+    """Time in ms of the calls in each row on a GPU, if Rooftop's layer norm computes them.
 
     In each direction (forward or backward) the `MOST_NORMS` rows with the longest times are timed. The other rows of
     the direction get the mean ratio of the new time to the measured time.
@@ -125,7 +125,7 @@ def layer_norms_ms(rows: Sequence[OperatorRow]) -> list[float]:
     ratios = {}
     for name, several in by_direction.items():
         timed = several[:MOST_NORMS]
-        ours_ms = sum(row.calls * _layer_norm_ms(*_layer_norm_of(row)) for row in timed)
+        ours_ms = sum(row.calls * _layer_norm_ms(device, *_layer_norm_of(row)) for row in timed)
         ratios[name] = ours_ms / sum(row.measured_ms for row in timed)
     return [row.measured_ms * ratios[row.name] for row in rows]
 
@@ -141,15 +141,14 @@ def _layer_norm_of(row: OperatorRow) -> tuple[bool, int, int, int, str]:
 
 
 @lru_cache(maxsize=256)
-def _layer_norm_ms(backward: bool, rows: int, columns: int, parameters: int, dtype: str) -> float:
-    """Time the layer norms on a GPU; see `layer_norms_ms`."""
+def _layer_norm_ms(device: torch.device, backward: bool, rows: int, columns: int, parameters: int, dtype: str) -> float:
+    """Median time in ms of one call of Rooftop's layer norm, or of its backward pass, on random data."""
     from rooftop.kernels import layer_norm
 
     def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return layer_norm(x, columns, weight, bias)
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    with torch.random.fork_rng([device]), torch.enable_grad():
+    with torch.cuda.device(device), torch.random.fork_rng([device]), torch.enable_grad():
         shapes = [(rows, columns), *[(columns,)] * parameters]
         inputs = [torch.randn(shape, device=device, dtype=getattr(torch, dtype)) for shape in shapes]
         taped = [tensor.detach().requires_grad_() for tensor in inputs]

@@ -81,7 +81,7 @@ def under_autocast(records: Iterable[Record], kind: str) -> list[Recast]:
     """
     half: set[int] = set()  # memory that holds bfloat16 under autocast
     written: set[int] = set()
-    cached: set[int] = set()  # tensors from outside the step (mainly parameters) that have been cast, each only once
+    cached: set[int] = set()  # memory from outside the step (parameters) that has been cast: once only
     steps = list(records)
     in_float32 = [_plain(record) in IN_FLOAT32[kind] for record in steps]
     logarithms: dict[int, int] = {}  # memory of a log softmax's result -> index of the operator
@@ -129,7 +129,7 @@ def _recast(record: Record, kind: str, in_float32: bool, half: set[int], written
     sizes = [prod(t.shape) for t in (*floats, *record.outputs)]
     halves = [*takes_half, *(gives_half and t.dtype == torch.float32 for t in record.outputs)]
     saved = sum(2 * size for size, is_half in zip(sizes, halves, strict=True) if is_half)
-    full = sum(prod(t.shape) * t.dtype.itemsize for t in (*record.inputs, *record.outputs))
+    full = sum(t.bytes for t in (*record.inputs, *record.outputs))
     return Recast(matrix, 1.0 - saved / full if full else 1.0, casts)
 
 

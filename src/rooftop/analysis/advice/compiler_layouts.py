@@ -3,11 +3,13 @@ torch/_inductor/graph.py, decide_layout_opt):
 
 - CPU with oneDNN: yes, if the program has a convolution. The following rules are for GPUs.
 - No, if the program has no convolution, or 300 or more graph nodes for each convolution.
-- Training: yes, with three exceptions: a convolution is grouped, with several channels in each group; a convolution
-  with a kernel wider than 1 has at most half as many output channels as input channels; all convolutions have at most
-  64 channels.
+- Training: no, if a convolution is grouped, if one is narrowing, or if all are small. Otherwise yes.
 - Inference: each class of convolutions has a relative time for channels last, from PyTorch's benchmarks. The answer is
   yes if the program's flops, weighted with these times, do not exceed the unweighted flops.
+
+A grouped convolution has several channels in each of its groups. The weight of a small convolution has at most 64
+channels in and out. The weight of a narrowing convolution has at most half as many channels out as in, and more than
+one row.
 """
 
 from __future__ import annotations
@@ -34,21 +36,33 @@ def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator], on_gp
         return True
     if not convolutions or len(forward) >= FEW * len(convolutions):
         return False
-    kinds = [_kind(record) for record in convolutions]
     if any(op.record.phase == "backward" for op in operators):
-        return not {"grouped", "narrowing"} & set(kinds) and set(kinds) != {"small"}
+        refused = any(_is_grouped(record) or _narrows(record) for record in convolutions)
+        return not refused and not all(_is_small(record) for record in convolutions)
+    kinds = [_kind(record) for record in convolutions]
     flops = [record.cost.total_flops if record.cost is not None else 0 for record in convolutions]
     weighed = sum(TIME_CHANNELS_LAST[kind] * count for kind, count in zip(kinds, flops, strict=True))
     return weighed <= sum(flops)
 
 
 def _kind(record: Record) -> str:
-    assert record.spec is not None
-    out_channels, in_channels, *kernel = record.inputs[1].shape
-    if record.spec["groups"] > 1 and in_channels > 1:
+    """The convolution's key in `TIME_CHANNELS_LAST`. A small convolution that narrows counts as small."""
+    if _is_grouped(record):
         return "grouped"
-    if out_channels <= 64 and in_channels <= 64:
+    if _is_small(record):
         return "small"
-    if 2 * out_channels <= in_channels and kernel[0] > 1:
-        return "narrowing"
-    return "other"
+    return "narrowing" if _narrows(record) else "other"
+
+
+def _is_grouped(record: Record) -> bool:
+    assert record.spec is not None
+    return bool(record.spec["groups"] > 1) and record.inputs[1].shape[1] > 1
+
+
+def _is_small(record: Record) -> bool:
+    return max(record.inputs[1].shape[:2]) <= 64
+
+
+def _narrows(record: Record) -> bool:
+    out_channels, in_channels, *kernel = record.inputs[1].shape
+    return 2 * out_channels <= in_channels and kernel[0] > 1

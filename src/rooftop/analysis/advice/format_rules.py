@@ -52,8 +52,11 @@ def half_precision(findings: Findings) -> list[Advice]:
         Advice(
             "Run in bfloat16",
             f"{counted(len(changed), 'operator')} of {now_ms:.2f} ms in float32 would take {after_ms:.2f} ms"
-            + (f" ({100 * timed_ms / now_ms:.0f}% of that time was measured here on their shapes)" if timed_ms else "")
-            + (" at their present percent of roof" if not timed_ms else "")
+            + (
+                f" ({100 * timed_ms / now_ms:.0f}% of that time was measured here on their shapes)"
+                if timed_ms
+                else " at their present percent of roof"
+            )
             + (f"; {counted(casts, 'added cast')} would take {sum(casts_ms):.2f} ms" if casts else ""),
             findings.saved_by_ms(with_casts_ms, host_ms),
             f'with torch.autocast("{ceilings.kind}", dtype=torch.bfloat16): ...',
@@ -68,7 +71,7 @@ def _casts_ms(recast: Recast, findings: Findings) -> float:
 
 
 def _roof_ratio(op: MeasuredOperator, recast: Recast, findings: Findings) -> float:
-    """The roof under autocast divided by the present roof."""
+    """The roof under autocast divided by the present roof, at most 1."""
     cost = op.record.cost
     if cost is None or not cost.bytes:
         return 1.0
@@ -103,8 +106,8 @@ def channels_last(findings: Findings) -> list[Advice]:
 def channels_last_ms(findings: Findings) -> dict[int, float]:
     """Time in ms of each image operator in channels last, by `id` of the operator.
 
-    The result is empty if convolutions on channels-first images take at most half of the time of all convolutions, or
-    if the image operators are too near their roof to gain much.
+    The result is empty if convolutions on channels-first images take at most half of the time of all convolutions, if
+    the image operators are too near their roof to gain much, or if the step did not run on this machine.
     """
     if "channels last" not in findings.timed:
         findings.timed["channels last"] = _timed_channels_last(findings)

@@ -24,7 +24,6 @@ from math import prod
 import torch
 
 from rooftop.analysis.instruments import MeasuredOperator
-from rooftop.cost import TensorSpec
 from rooftop.cost.roofs import roof
 from rooftop.hardware.ceilings import Ceilings
 
@@ -133,11 +132,11 @@ def _flow(operators: Sequence[MeasuredOperator]) -> list[_Node]:
         for spec in record.inputs:
             if spec.memory:
                 value = (writers.get(spec.memory, -1), spec.memory)
-                node.reads[value] = max(node.reads.get(value, 0), _bytes(spec))
+                node.reads[value] = max(node.reads.get(value, 0), spec.bytes)
         for spec in record.outputs:
             if spec.memory:
                 writers[spec.memory] = place
-                node.writes[place, spec.memory] = _bytes(spec)
+                node.writes[place, spec.memory] = spec.bytes
         node.joins = record.cost is not None and _joins(op)
         node.alone = record.cost is not None and not node.joins and _is_sum_over_columns(op)
         node.elements = max((prod(s.shape) for s in (*record.inputs, *record.outputs)), default=0)
@@ -330,7 +329,3 @@ def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node]
         if left_ms <= 0:
             return share
     return USUAL_SHARE
-
-
-def _bytes(spec: TensorSpec) -> int:
-    return int(prod(spec.shape)) * spec.dtype.itemsize

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from rooftop.analysis.findings import Findings, waits_for_device
 from rooftop.analysis.report_contents import Advice
 from rooftop.hardware.page_faults import KEEP_MEMORY, MANY
+from rooftop.words import counted
 
 
 def launch_gap(findings: Findings) -> list[Advice]:
@@ -104,7 +105,7 @@ def unpinned_transfers(findings: Findings) -> list[Advice]:
     return [
         Advice(
             "Pin the host's memory",
-            f"{count} copies between host and GPU take {total_ms:.2f} ms from memory that is not pinned"
+            f"{counted(count, 'transfer')} between the GPU and host memory that is not pinned: {total_ms:.2f} ms"
             + (f" ({', '.join(list(places)[:4])})" if places else ""),
             gain_ms,
             "DataLoader(..., pin_memory=True); x.to(device, non_blocking=True)",

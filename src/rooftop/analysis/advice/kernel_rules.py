@@ -118,8 +118,8 @@ def layer_norms(findings: Findings) -> list[Advice]:
         return []  # layer norms at their roof cannot gain enough to be worth timing
     from rooftop.analysis.advice.alternatives import layer_norms_ms
 
-    now_ms = sum(row.measured_ms for row in rows)
-    ours_ms = sum(min(row.measured_ms, ms) for row, ms in zip(rows, layer_norms_ms(rows), strict=True))
+    now_ms, times_ms = sum(row.measured_ms for row in rows), layer_norms_ms(rows, findings.device)
+    ours_ms = sum(min(row.measured_ms, ms) for row, ms in zip(rows, times_ms, strict=True))
     roof_ms = sum(row.roof_ms for row in rows)
     return [
         Advice(

@@ -67,7 +67,8 @@ def _timed_padded(findings: Findings) -> dict[int, float]:
 
 
 def _odd_sides(op: MeasuredOperator) -> set[int]:
-    """Lengths of rows and columns of a product's floating-point operands that are not a multiple of 16 bytes."""
+    """Lengths, in elements, of rows and columns of a product's floating-point operands that are not a multiple of 16
+    bytes; empty for other operators."""
     record = op.record
     if record.name not in PRODUCTS or record.spec is None:
         return set()

@@ -35,6 +35,7 @@ from rooftop.analysis.compiled.kernel_work import KernelWork, kernel_works
 from rooftop.analysis.compiled.when_imported import WhenImported
 from rooftop.analysis.report_contents import Compilation, GraphBreak, Recompilation
 from rooftop.hardware.interruptions import pass_on
+from rooftop.words import in_a_line
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 GRAPH_KEY = "rooftop graph "
@@ -152,7 +153,7 @@ class CompiledGraphs:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         elsewhere = threading.get_ident() != self._thread
-        with suppress(AssertionError) if elsewhere else nullcontext():  # a setting belongs to the thread that set it
+        with suppress(AssertionError) if elsewhere else nullcontext():  # another thread cannot restore a setting
             self._stack.close()
 
     def _recording(self, compile_fx: Any) -> Callable[..., Any]:
@@ -231,7 +232,7 @@ def _graph(module: Any, kernels: dict[str, list[str]], backward: bool) -> Compil
 
 
 def _unreadable(error: Exception, backward: bool) -> CompiledGraph:
-    return CompiledGraph([], backward, f"its compiled graph could not be read: {type(error).__name__}: {error}")
+    return CompiledGraph([], backward, f"its compiled graph could not be read: {in_a_line(error)}")
 
 
 def _seconds(frame: Any) -> float:
@@ -248,7 +249,10 @@ class _Listener(logging.Handler):
 
 
 class _listening:
-    """Pass a logger's messages to a function instead of the terminal, and restore the logger's settings at the end."""
+    """Also pass a logger's messages to a function, and restore the logger's settings at the end.
+
+    If the program has not set this logger's level, the messages go only to the function, not to the terminal.
+    """
 
     def __init__(self, name: str, note: Callable[[str], None]) -> None:
         self._logger, self._handler = logging.getLogger(name), _Listener(note)
@@ -256,8 +260,8 @@ class _listening:
     def __enter__(self) -> None:
         logger = self._logger
         self._before = (logger.level, logger.propagate)
+        logger.propagate = logger.propagate and logger.level != logging.NOTSET
         logger.setLevel(logging.DEBUG)
-        logger.propagate = logger.propagate and self._before[0] not in (logging.NOTSET,)
         logger.addHandler(self._handler)
 
     def __exit__(self, *exception: object) -> None:

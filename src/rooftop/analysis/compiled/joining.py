@@ -37,7 +37,7 @@ from rooftop.analysis.compiled.reconstruction import (
 from rooftop.analysis.kernel_join import Kernel, device_kernels
 from rooftop.cost import FREE, Cost, Record
 from rooftop.cost.accounting import counted_for, tensor_bytes, tensors_in
-from rooftop.cost.counting import counted, title_of
+from rooftop.cost.counting import counted, dtype_name, leading_of, title_of
 
 COMPILED_REGION = "## Call CompiledFxGraph"
 """Prefix of the names of events that contain a run of a compiled graph."""
@@ -89,7 +89,8 @@ def join_compiled(
 
 
 def _trees(host: Iterable[Any]) -> dict[int, list[_Event]]:
-    """Events by thread as trees, from their begin and end times."""
+    """The roots of each thread's tree of events: operators, labels and generated kernels. An event is inside another
+    event of its thread if its time is."""
     threads: dict[int, list[_Event]] = defaultdict(list)
     for e in host:
         if "::" in e.name() or e.name().startswith(("##", "Optimizer.step", "autograd::")) or GENERATED.match(e.name()):
@@ -202,9 +203,7 @@ class _Walk:
         with counted_for(self._device.partition(":")[0]):
             cost, uncovered = counted(call)
         tensors = call.read_tensors or list(tensors_in(call.out))
-        leading = next((t for t in tensors if t.is_floating_point()), tensors[0] if tensors else None)
-        dtype = str(leading.dtype).removeprefix("torch.") if leading is not None else ""
-        shapes = tuple(tuple(t.shape) for t in call.read_tensors)
+        shapes, dtype = tuple(tuple(t.shape) for t in call.read_tensors), dtype_name(leading_of(tensors))
         return self._record(event.name, shapes, dtype, scope, phase, cost, uncovered, title_of(call))
 
     def _record(

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from rooftop.analysis.compiled.dynamic_sizes import with_known_sizes
 from rooftop.cost.accounting import FREE, Call, Cost, distinct_bytes, distinct_elements, tensor_bytes, tensors_in
-from rooftop.cost.counting import title_of
+from rooftop.cost.counting import dtype_name, leading_of, title_of
 from rooftop.cost.lookup import formula_for, later_cost
 from rooftop.hardware.interruptions import pass_on
 
@@ -39,10 +39,11 @@ class KernelWork:
 
     Attributes:
         name: the kernel's name in the generated code: "triton_poi_fused_add_relu_3", "extern_kernels.mm".
-        cost: None if no node has a formula.
+        cost: None if an operator of the kernel has no formula, or if the kernel writes none of its nodes' values.
         uncovered: operators in the kernel without a formula.
         shapes: shapes of its inputs from other kernels.
-        dtype: dtype of the first floating-point value that it reads or writes.
+        dtype: dtype of the first floating-point or complex value that it reads or writes; of the first value if there
+            is none.
         scope: path of the module that its nodes share.
         lays_out: whether the kernel only changes the layout of operands of library calls. The graph does not say which
             operands, so the cost is that of the smallest operand of each call.
@@ -72,15 +73,15 @@ def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
         cost=Cost(size, size),
         uncovered=(),
         shapes=tuple(tuple(tensor.shape) for tensor in copied),
-        dtype=str(copied[0].dtype).removeprefix("torch.") if copied else "",
+        dtype=dtype_name(copied[0] if copied else None),
         scope=_shared_scope(served),
         lays_out=True,
     )
 
 
 def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
-    """Return only the library call among the nodes of a library's kernel. Inductor also lists nodes that only change
-    the layout of the call's operands.
+    """Return only the library call among the nodes of a library's kernel; all nodes if none has the kernel's name.
+    Inductor also lists nodes that only change the layout of the call's operands.
     """
     plain = plain_name(name)
     return [node for node in group if plain_name(_operator(node)) == plain] or group
@@ -267,10 +268,12 @@ def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -
 
 @dataclass
 class _Kernel:
+    """One kernel of a graph, for which `work` computes the cost."""
+
     number: int
     group: list[fx.Node]
     kernels_of: dict[fx.Node, list[int]]
-    begun: set[fx.Node]
+    begun: set[fx.Node]  # reductions whose first stage an earlier kernel has run
     fills: Mapping[fx.Node, int]  # scatter -> the kernel that fills its memory
     # source -> those parts of the source that the kernel reads
     reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)
@@ -300,13 +303,12 @@ class _Kernel:
         written = [tensor for node in (*stored, *filled) for tensor in self._stored_tensors(node)]
         known = bool(stored or filled) and not uncovered
         values = [*(value for source in self.reads for value in _values(source)), *written]
-        leading = next((v for v in values if v.is_floating_point()), values[0] if values else None)
         return KernelWork(
             name=name,
             cost=Cost(read, distinct_bytes(written) - self._untouched_bytes(stored), flops.flops) if known else None,
             uncovered=tuple(dict.fromkeys(uncovered)),
             shapes=tuple(tuple(v.shape) for source in self.reads for v in _values(source)[:1]),
-            dtype=str(leading.dtype).removeprefix("torch.") if leading is not None else "",
+            dtype=dtype_name(leading_of(values)),
             scope=_shared_scope(self.group),
             title=next((title for node in self.group if (title := _title(node))), "") if "triton_" not in name else "",
         )
@@ -342,10 +344,11 @@ class _Kernel:
         return any(number not in self.kernels_of[node] for number in kernels) or not kernels
 
     def _stored_tensors(self, node: fx.Node) -> list[Tensor]:
-        """For an operator with several results, the results that other kernels or the graph's output use."""
+        """The tensors that the kernel writes for a node: of an operator with several results, only the results that
+        other kernels or the graph's output use; of a value that is read only in parts, only these parts.
+        """
         picked = [user for user in node.users if _is_getitem(user)]
         if isinstance(node.meta.get("val"), Tensor) or not picked:
-            # If a value is read only through views (a slice), the kernel stores only the views.
             views = [user for user in node.users if self._uses_from_memory(user, node)]
             if views and all(_is_view(view) for view in views):
                 parts = [tensor for view in views for tensor in _values(view)]
@@ -368,7 +371,8 @@ class _Kernel:
         return list(needed)
 
     def _demand(self, needed: Sequence[fx.Node], stored: Sequence[fx.Node]) -> dict[fx.Node, float]:
-        """The share of each value that is used. Only that share is computed before a slice or a gather."""
+        """For each needed node, the share (0 to 1) of its elements on which the stored values depend. Before a slice or
+        a gather, the kernel computes only these elements."""
         position = {node: number for number, node in enumerate(self.group[0].graph.nodes)} if self.group else {}
         elements: dict[fx.Node, float] = {}
         for node in stored:
@@ -420,12 +424,12 @@ def _cost(node: fx.Node) -> Cost | None:
     if not isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         return FREE if node.op != "call_function" or _is_getitem(node) else None
     try:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        call = _call_of(node)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            later = later_cost(node.target, tuple(args), node.meta.get("val"))
+            later = later_cost(node.target, call.args, call.out)
             return later() if later is not None else None
         formula = formula_for(node.target)
-        return None if formula is None else formula(Call(node.target, tuple(args), kwargs, node.meta.get("val")))
+        return None if formula is None else formula(call)
     except Exception as error:  # listed as uncovered
         pass_on(error)
         return None
@@ -434,8 +438,13 @@ def _cost(node: fx.Node) -> Cost | None:
 def _title(node: fx.Node) -> str:
     if not isinstance(node.target, torch._ops.OpOverload) or "convolution" not in node.target._schema.name:
         return ""
+    return title_of(_call_of(node))
+
+
+def _call_of(node: fx.Node) -> Call:
+    """The node as a call on its inputs' fake tensors."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    return title_of(Call(node.target, tuple(args), kwargs, node.meta.get("val")))
+    return Call(node.target, tuple(args), kwargs, node.meta.get("val"))  # type: ignore[arg-type]
 
 
 def _is_getitem(node: fx.Node) -> bool:

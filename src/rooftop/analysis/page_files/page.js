@@ -25,6 +25,7 @@ const escapeText = (text) => text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<":
 const percentText = (value) => (value === null ? "no roof to compare with" : `${value < 10 ? value.toFixed(1) : value.toFixed(0)}% of roof`);
 const boundText = (op) => (report.predicted ? `its roof, bound by ${op.bound}` : percentText(op.percent_of_roof));
 const fusedText = (node) => (report.predicted ? "" : `<br>${percentText(node.percent_of_roof)}`);
+const msText = (ms) => `${ms >= 999.5 ? Math.round(ms).toLocaleString("en") : ms.toPrecision(3)} ms`;
 const shapesText = (shapes) => shapes.slice(0, 6).map((s) => s.join("×")).join(", ") + (shapes.length > 6 ? ", …" : "");
 const SCALE = [[0, "#7b1e5a"], [0.25, "#c4496a"], [0.5, "#ee8f58"], [0.75, "#f4c95d"], [1, "#3fa796"]];
 
@@ -37,7 +38,7 @@ function roofline() {
     type: "scatter", mode: "markers", name: "operators", showlegend: false, x: intensity,
     y: ops.map((op) => op.flops / op.measured_ms * 1e3),
     text: ops.map((op) => `<b>${escapeText(op.name)}</b> (${op.phase})<br>${shapesText(op.shapes)}` +
-      ` ${op.dtype}<br>${op.measured_ms.toPrecision(3)} ms in ${op.calls} calls, ${boundText(op)}`),
+      ` ${op.dtype}<br>${msText(op.measured_ms)} in ${op.calls} calls, ${boundText(op)}`),
     hovertemplate: "%{text}<extra></extra>",
     marker: { size: ops.map((op) => 6 + 34 * Math.sqrt(op.measured_ms / largest)), line: { width: 1, color: colour("--panel") },
       opacity: 0.85, ...(report.predicted ? { color: colour("--part2") } : {
@@ -66,7 +67,7 @@ function roofline() {
 
 // "7.49 T": three significant digits and a decimal prefix.
 function prefixed(value) {
-  const [limit, prefix] = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"]].find(([at]) => value >= at) ?? [1, ""];
+  const [limit, prefix] = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"]].find(([at]) => value >= 0.9995 * at) ?? [1, ""];
   return `${(value / limit).toPrecision(3)} ${prefix}`;
 }
 
@@ -91,9 +92,9 @@ function modules() {
     const id = path || "(model)";
     ids.push(id); parents.push(parent); values.push(node.measured_ms); colours.push(node.percent_of_roof);
     labels.push(escapeText(node.name || node.type));
-    const measured = report.predicted ? "" : `${node.measured_ms.toPrecision(3)} ms, `;
+    const measured = report.predicted ? "" : `${msText(node.measured_ms)}, `;
     texts.push(`<b>${escapeText(id)}</b> ${escapeText(node.type)}<br>${measured}` +
-      `op roof ${node.op_roof_ms.toPrecision(3)} ms, fused roof ${node.fused_roof_ms.toPrecision(3)} ms${fusedText(node)}`);
+      `op roof ${msText(node.op_roof_ms)}, fused roof ${msText(node.fused_roof_ms)}${fusedText(node)}`);
     const own = values.length - 1;  // rounding must not make the children's sum larger than their parent
     let inside = 0;
     for (const child of node.children) inside += visit(child, path ? `${path}.${child.name}` : child.name, id);
@@ -158,14 +159,12 @@ function sortBy(header) {
 for (const header of table.tHead.rows[0].cells) header.querySelector("button").addEventListener("click", () => sortBy(header));
 
 const [text, bound, phase] = ["filter", "bound", "phase"].map((id) => document.getElementById(id));
-const searchable = rows.map((row) => `${row.textContent} ${row.dataset.modules}`.toLowerCase());
-const original = new Map(rows.map((row, i) => [row, searchable[i]]));
+const contents = new Map(rows.map((row) => [row, `${row.textContent} ${row.dataset.modules}`.toLowerCase()]));
 function filterRows() {
-  const wanted = text.value.trim().toLowerCase().replaceAll("x", "×");
-  const plain = text.value.trim().toLowerCase();
+  const plain = text.value.trim().toLowerCase(), wanted = plain.replaceAll("x", "×");
   let shown = 0;
   for (const row of rows) {
-    const content = original.get(row);
+    const content = contents.get(row);
     const match = (content.includes(plain) || content.includes(wanted)) &&
       (!bound.value || row.dataset.bound === bound.value) && (!phase.value || row.dataset.phase === phase.value);
     row.hidden = !match;

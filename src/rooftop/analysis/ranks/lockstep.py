@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rooftop.analysis.program import Program
 from rooftop.errors import MeasurementError, RooftopError
+from rooftop.words import counted, whole_message
 
 T = TypeVar("T")
 
@@ -110,8 +111,8 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
         if local >= torch.cuda.device_count():
             raise MeasurementError(
                 f"rank {os.environ.get('RANK', '?')} is number {local} on this machine, which has "
-                f"{torch.cuda.device_count()} GPUs: expected --nproc-per-node of at most the number of GPUs, or "
-                "--device cpu"
+                f"{counted(torch.cuda.device_count(), 'GPU')}: expected --nproc-per-node of at most the number of "
+                "GPUs, or --device cpu"
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
@@ -248,7 +249,7 @@ def _failure(number: int, error: Exception | None) -> MeasurementError:
 
 
 def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = whole_message(error)
     return text if isinstance(error, RooftopError) and text else f"{type(error).__name__}: {text}"
 
 

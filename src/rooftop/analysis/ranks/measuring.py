@@ -120,9 +120,8 @@ def _work_on_cpu(events: Sequence[Any]) -> tuple[list[Interval], list[Interval]]
     operator may wait for a collective inside it.
     """
     communication = [_span(event) for event in events if HOST_COLLECTIVE.match(event.name())]
-    threads: dict[int, list[tuple[int, int, str]]] = defaultdict(
-        list
-    )  # (start, -end, name): outer operators before inner ones
+    # (start, -end, name) of the events of each thread; sorting puts outer operators before inner ones
+    threads: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for event in events:
         if not event.is_user_annotation() and not HOST_COLLECTIVE.match(event.name()) and event.duration_ns() > 0:
             start, end = _span(event)

@@ -141,6 +141,8 @@ class Ranks:
         try:
             names = RankRow.__dataclass_fields__
             rows = tuple(RankRow(**{name: row[name] for name in names}) for row in plain["rows"])
+            for row in rows:
+                _require_values(row)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the table of ranks is damaged: {type(error).__name__} {error}") from error
         if not rows:
@@ -154,3 +156,9 @@ def compared(rows: Iterable[RankRow]) -> Ranks:
     rows = sorted(rows, key=lambda row: row.rank)
     least_ms = min(row.exposed_ms for row in rows)
     return Ranks(tuple(replace(row, waited_ms=row.exposed_ms - least_ms) for row in rows))
+
+
+def _require_values(row: RankRow) -> None:
+    for name, value in asdict(row).items():
+        if not isinstance(value, str if name == "device" else (int, float)):
+            raise TypeError(f"{name} is {value!r}")

@@ -98,7 +98,8 @@ pandas.read_parquet("classes.parquet").
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of processes on this machine.  [default: one per GPU; on the CPU one per four cores, at least two]",
+    help="Number of processes on this machine.  [default: one per GPU; on the CPU one per four cores, at least two if "
+    "there are two cores]",
 )
 @click.option(
     "--device",
@@ -112,7 +113,8 @@ pandas.read_parquet("classes.parquet").
     type=click.IntRange(min=0),
     metavar="N",
     help="Number of processes per worker that decode photographs, clips and clouds. 0: the worker's own threads "
-    "decode.  [default: on a GPU one per core, divided among the workers, at most 32; on the CPU 0]",
+    "decode.  [default: on a GPU one per core of the worker's share, at most 32, or 0 if the share is one core; on the "
+    "CPU 0]",
 )
 @click.option(
     "--scheduler", metavar="ADDRESS", help="Use the workers of this Dask scheduler instead of local processes."

@@ -50,7 +50,7 @@ class _Streams(click.ParamType[tuple[int, ...]]):
 )
 @resize_option
 @click.option(
-    *("--seconds", "seconds"),
+    "--seconds",
     type=click.FloatRange(min=0.1, max=600),
     default=3.0,
     show_default=True,

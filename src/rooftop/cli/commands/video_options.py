@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -27,42 +26,25 @@ class SizeType(click.ParamType[tuple[int, int]]):
         return size
 
 
-def resize_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option --resize WxH, whose value is (height, width) or None."""
-    return click.option(
-        "--resize", type=SizeType(), metavar="WxH", help="Resize the upright frames to this width and height in pixels."
-    )(function)
-
-
-def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option --device, which selects the device that decodes."""
-    option = click.option(
-        "--device",
-        default="cpu",
-        show_default=True,
-        metavar="cpu|cuda|auto",
-        help="Device to decode on. cuda:1 selects a GPU.",
-    )
-    return option(function)
-
-
-def start_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option --start, whose value is in seconds, or None."""
-    option = click.option(
-        "--start",
-        type=click.FloatRange(min=0),
-        metavar="SECONDS",
-        help="Start with the first frame at or after this time.",
-    )
-    return option(function)
-
-
-def end_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option --end, whose value is in seconds, or None."""
-    option = click.option(
-        "--end",
-        type=click.FloatRange(min=0, min_open=True),
-        metavar="SECONDS",
-        help="End before the first frame at or after this time.",
-    )
-    return option(function)
+resize_option = click.option(
+    "--resize", type=SizeType(), metavar="WxH", help="Resize the upright frames to this width and height in pixels."
+)
+device_option = click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="cpu|cuda|auto",
+    help="Device to decode on. cuda:1 selects a GPU.",
+)
+start_option = click.option(
+    "--start",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Start with the first frame at or after this time.",
+)
+end_option = click.option(
+    "--end",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="End before the first frame at or after this time.",
+)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rooftop.cost.accounting import Call, Cost, distinct_bytes
 from rooftop.cost.formulas.matmuls import matrix_flops, merged
 from rooftop.cost.formulas.softmaxes import SOFTMAX_BACKWARD_FLOPS, SOFTMAX_FLOPS
-from rooftop.cost.formulas.streaming import arithmetic, aten, requested, streaming
+from rooftop.cost.formulas.streaming import arithmetic, aten, moved_once, requested, streaming
 from rooftop.cost.registry import cost_of
 
 
@@ -102,7 +102,7 @@ def multi_head_attention(call: Call) -> Cost:
         _attention_flops(query, key.shape[1], call["num_head"]),
         _linear(query, width, width),
     )
-    return Cost(distinct_bytes(call.read_tensors), distinct_bytes(call.written_tensors), flops)
+    return moved_once(call, flops)
 
 
 @cost_of("aten::_transformer_encoder_layer_fwd")
@@ -121,7 +121,7 @@ def transformer_encoder_layer(call: Call) -> Cost:
         _linear(source, hidden, width),
         arithmetic(pointwise, [source]),
     )
-    return Cost(distinct_bytes(call.read_tensors), distinct_bytes([call.out]), flops)
+    return moved_once(call, flops)
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
 from rooftop.cost.formulas.matmuls import matrix_flops, merged
 from rooftop.cost.formulas.ordering import comparison_depth
 from rooftop.cost.formulas.sparse_operands import addressed_bytes
-from rooftop.cost.formulas.streaming import arithmetic, streaming
+from rooftop.cost.formulas.streaming import arithmetic, moved_once, streaming
 from rooftop.cost.registry import cost_of
 
 AREA = 3
@@ -36,7 +36,7 @@ def nms(call: Call) -> Cost:
     boxes, kept = call["dets"].shape[0], call.out.shape[0]
     pairs = kept * (kept - 1) // 2 + boxes - kept
     flops = boxes * (comparison_depth(boxes) + AREA) + pairs * OVERLAP
-    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, [call["dets"]]))
+    return moved_once(call, arithmetic(flops, [call["dets"]]))
 
 
 @cost_of("torchvision::roi_align", "torchvision::ps_roi_align")

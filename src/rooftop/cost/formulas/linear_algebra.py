@@ -24,7 +24,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from rooftop.cost.accounting import Call, Cost, distinct_bytes
-from rooftop.cost.formulas.streaming import arithmetic, aten, elements, requested, streaming
+from rooftop.cost.formulas.streaming import arithmetic, aten, elements, moved_once, requested, streaming
 from rooftop.cost.registry import Formula, cost_of
 
 Count = Callable[[int, int], float]
@@ -208,11 +208,7 @@ def solve(call: Call) -> Cost:
     n = matrix.shape[-1]
     batch = matrix.numel() // max(n * n, 1)
     flops = round(batch * _lu(n, n)) + 2 * solution.numel() * n
-    return Cost(
-        distinct_bytes(call.read_tensors),
-        distinct_bytes(call.written_tensors),
-        arithmetic(flops * (4 if matrix.is_complex() else 1), [matrix]),
-    )
+    return moved_once(call, arithmetic(flops * (4 if matrix.is_complex() else 1), [matrix]))
 
 
 @cost_of("aten::linalg_lstsq")

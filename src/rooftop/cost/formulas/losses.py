@@ -9,7 +9,7 @@ from torch import Tensor
 from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
 from rooftop.cost.formulas.matmuls import matrix_flops, merged
 from rooftop.cost.formulas.softmaxes import SOFTMAX_FLOPS
-from rooftop.cost.formulas.streaming import Flops, arithmetic, aten, cover, streaming
+from rooftop.cost.formulas.streaming import Flops, arithmetic, aten, cover, moved_once, streaming
 from rooftop.cost.registry import Formula, cost_of
 
 POINTWISE: dict[str, Flops] = {
@@ -101,7 +101,7 @@ def ctc_loss_backward(call: Call) -> Cost:
     exp(gathered + nll - lp)) · grad for each class (6 flops). lp is the log-probability, nll the loss."""
     log_probability, alpha = call["log_probs"], call["log_alpha"]
     flops = (CTC_STATE + 3) * alpha.numel() + 6 * log_probability.numel()
-    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, [log_probability]))
+    return moved_once(call, arithmetic(flops, [log_probability]))
 
 
 @cost_of("aten::_cudnn_ctc_loss")
@@ -113,11 +113,7 @@ def ctc_loss_and_gradient(call: Call) -> Cost:
     steps, batch, _ = log_probability.shape
     states = steps * (2 * targets.numel() + batch)  # in each step, 2 S + 1 for each sequence
     flops = (2 * CTC_STATE + 3) * states + 6 * log_probability.numel()
-    return Cost(
-        distinct_bytes(call.read_tensors),
-        distinct_bytes(call.written_tensors),
-        arithmetic(flops, [log_probability]),
-    )
+    return moved_once(call, arithmetic(flops, [log_probability]))
 
 
 CHUNKED_LINEAR_LOSSES = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rooftop.cost.accounting import Call, Cost, distinct_bytes, matrix_precision
 from rooftop.cost.formulas.sparse_operands import factor_bytes, multiply_adds
-from rooftop.cost.formulas.streaming import arithmetic, aten, elements, requested, streaming
+from rooftop.cost.formulas.streaming import arithmetic, aten, elements, moved_once, requested, streaming
 from rooftop.cost.registry import cost_of
 
 
@@ -67,7 +67,7 @@ def scaled_product(call: Call) -> Cost:
     flops = merged(
         matrix_flops(left, call.out.numel() * left.shape[-1]), arithmetic(epilogue * call.out.numel(), [call.out])
     )
-    return Cost(distinct_bytes(call.read_tensors), distinct_bytes([call.out]), flops)
+    return moved_once(call, flops)
 
 
 @cost_of(*aten("_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"))
@@ -79,7 +79,7 @@ def grouped_product(call: Call) -> Cost:
         products = left.shape[0] * left.shape[1] * right.shape[1]
     else:
         products = call.out.numel() * left.shape[-1]
-    return Cost(distinct_bytes(call.read_tensors), distinct_bytes([call.out]), matrix_flops(left, products))
+    return moved_once(call, matrix_flops(left, products))
 
 
 @cost_of("aten::_foreach_mm")
@@ -87,7 +87,7 @@ def products(call: Call) -> Cost:
     """Cost of the products of two lists of matrices: first with first, second with second, and so on."""
     pairs = zip(call["self"], call["mat2"], strict=True)
     flops = merged(*(matrix_flops(left, left.shape[0] * left.shape[1] * right.shape[1]) for left, right in pairs))
-    return Cost(distinct_bytes(call.read_tensors), distinct_bytes(call.written_tensors), flops)
+    return moved_once(call, flops)
 
 
 @cost_of("aten::_trilinear")
@@ -121,7 +121,7 @@ def linear(call: Call) -> Cost:
         matrix_flops(source, source.numel() * weight.shape[0]),
         arithmetic((bias is not None) * call.out.numel(), [source]),
     )
-    return Cost(distinct_bytes(call.read_tensors), distinct_bytes([call.out]), flops)
+    return moved_once(call, flops)
 
 
 @cost_of("aten::linear_backward")

@@ -20,7 +20,7 @@ from torch import Tensor
 from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
 from rooftop.cost.formulas.matmuls import matrix_flops, merged
 from rooftop.cost.formulas.sparse_operands import addressed_bytes
-from rooftop.cost.formulas.streaming import arithmetic, aten, elements, streaming
+from rooftop.cost.formulas.streaming import arithmetic, aten, elements, moved_once, streaming
 from rooftop.cost.registry import Formula, cost_of
 
 QUANTIZE = 5
@@ -158,7 +158,7 @@ def weight_only(call: Call) -> Cost:
     pointwise = depth * width * (1 + shifts)
     pointwise += call.out.numel() * ((call.get("bias") is not None) + (call.get("activation") not in (None, "none")))
     flops = merged(matrix_flops(source, call.out.numel() * depth), arithmetic(pointwise, [source]))
-    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), flops)
+    return moved_once(call, flops)
 
 
 cost_of(*aten("_convert_weight_to_int4pack _convert_weight_to_int4pack_for_cpu _dyn_quant_pack_4bit_weight"))(
@@ -185,7 +185,7 @@ def _fused(call: Call, source: Tensor, products: int) -> Cost:
     after = call.get("attr", call.get("post_op_name", call.get("binary_post_op", "none")))
     epilogue = (bias is not None) + (after != "none")
     flops = merged(matrix_flops(source, products), arithmetic(epilogue * elements(call.out), [source]))
-    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), flops)
+    return moved_once(call, flops)
 
 
 @cost_of("mkl::_mkl_linear")

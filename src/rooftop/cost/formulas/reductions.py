@@ -11,9 +11,9 @@ from math import prod
 
 from torch import Tensor
 
-from rooftop.cost.accounting import Call, Cost, distinct_bytes, tensor_bytes
+from rooftop.cost.accounting import Call, Cost, tensor_bytes
 from rooftop.cost.formulas.matmuls import matrix_flops, merged
-from rooftop.cost.formulas.streaming import Flops, arithmetic, aten, cover, streaming
+from rooftop.cost.formulas.streaming import Flops, arithmetic, aten, cover, moved_once, streaming
 from rooftop.cost.registry import cost_of
 
 # operator: (flops per input element, flops per result)
@@ -97,7 +97,7 @@ def euclidean_distances(call: Call) -> Cost:
     # |x|² and |y|²: a square and a sum for each element; for each distance: two sums, a scale, a root
     pointwise = 2 * (left.numel() + right.numel()) + 4 * call.out.numel()
     flops = merged(matrix_flops(left, call.out.numel() * left.shape[-1]), arithmetic(pointwise, [left]))
-    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), flops)
+    return moved_once(call, flops)
 
 
 @cost_of("aten::_pdist_forward")
@@ -113,7 +113,7 @@ def pair_distances(call: Call) -> Cost:
 def pair_distances_backward(call: Call) -> Cost:
     """For each pair and coordinate, backward subtracts, scales, and adds to the gradients of both rows."""
     flops = 4 * call["pdist"].numel() * call["self"].shape[-1]
-    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, call.read_tensors))
+    return moved_once(call, arithmetic(flops, call.read_tensors))
 
 
 @cost_of("aten::renorm")
@@ -126,14 +126,14 @@ def renorm(call: Call) -> Cost:
 def cdist(call: Call) -> Cost:
     """Cost of distances between all pairs of rows: subtract, power, add for each coordinate, and a root."""
     flops = call.out.numel() * (3 * call["x1"].shape[-1] + 1)
-    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, call.read_tensors))
+    return moved_once(call, arithmetic(flops, call.read_tensors))
 
 
 @cost_of("aten::_cdist_backward")
 def cdist_backward(call: Call) -> Cost:
     """Cost of the gradient of the first operand: subtract, scale and add for each pair and coordinate."""
     flops = 3 * prod(call["cdist"].shape) * call["x1"].shape[-1]
-    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, call.read_tensors))
+    return moved_once(call, arithmetic(flops, call.read_tensors))
 
 
 cost_of(*aten("linalg_cross"))(streaming(3))

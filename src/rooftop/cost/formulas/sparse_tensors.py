@@ -20,7 +20,7 @@ from rooftop.cost.formulas.sparse_operands import (
     new_bytes,
     value_bytes,
 )
-from rooftop.cost.formulas.streaming import arithmetic, aten, elements, requested, streaming
+from rooftop.cost.formulas.streaming import arithmetic, aten, elements, moved_once, requested, streaming
 from rooftop.cost.registry import cost_of
 
 
@@ -134,7 +134,7 @@ def semi_structured_product(call: Call) -> Cost:
     flops = merged(
         matrix_flops(kept, kept.numel() * call["mat2"].shape[-1]), arithmetic(epilogue * call.out.numel(), [kept])
     )
-    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), flops)
+    return moved_once(call, flops)
 
 
 @cost_of("aten::_sparse_semi_structured_linear")
@@ -146,7 +146,7 @@ def semi_structured_linear(call: Call) -> Cost:
         matrix_flops(source, source.numel() // source.shape[-1] * kept.numel()),
         arithmetic(epilogue * call.out.numel(), [source]),
     )
-    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), flops)
+    return moved_once(call, flops)
 
 
 @cost_of("aten::_cslt_sparse_mm")
@@ -159,7 +159,7 @@ def compressed_product(call: Call) -> Cost:
         matrix_flops(call["dense_B"], call.out.numel() * depth // 2),
         arithmetic(epilogue * call.out.numel(), [call.out]),
     )
-    return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), flops)
+    return moved_once(call, flops)
 
 
 cost_of(*aten("_cslt_compress _to_sparse_semi_structured"))(streaming())

@@ -67,6 +67,11 @@ def streaming(
     return formula
 
 
+def moved_once(call: Call, flops: Mapping[str, int]) -> Cost:
+    """The cost of an operator that reads each of its inputs once and writes each of its outputs once."""
+    return Cost(distinct_bytes(call.read_tensors), distinct_bytes(call.written_tensors), flops)
+
+
 def each(names: str, flops: Flops) -> dict[str, Flops]:
     """Make a table in which all names in a text have the same flops per element."""
     return dict.fromkeys(names.split(), flops)

@@ -42,5 +42,11 @@ def per_dimension(values: int | Sequence[int], dimensions: int) -> list[int]:
 @lru_cache(maxsize=4096)
 def _touched(size: int, windows: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
     """How many of the `size` positions along one dimension are under a window."""
-    places = (w * stride - padding + k * dilation for w in range(windows) for k in range(kernel))
-    return len({place for place in places if 0 <= place < size})
+    if dilation == 1 and windows and stride <= kernel:  # no gap between the windows
+        return max(0, min((windows - 1) * stride - padding + kernel, size) - max(-padding, 0))
+    touched = bytearray(size)
+    for tap in range(kernel):
+        first = tap * dilation - padding
+        places = range(first if first >= 0 else first % stride, min(first + windows * stride, size), stride)
+        touched[places.start : places.stop : stride] = b"\1" * len(places)
+    return sum(touched)

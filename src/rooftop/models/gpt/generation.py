@@ -42,6 +42,7 @@ from rooftop.models.gpt.switches import GptConfig
 from rooftop.parallel.exchanges import place_in
 from rooftop.parallel.norm_sums import NormSums, Summand, first_refusal, norm_sums
 from rooftop.parallel.self_attentions import Rotation
+from rooftop.words import counted
 
 PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens per forward pass, including padding.
@@ -512,8 +513,9 @@ def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
         raise ValueError(f"generate: prompt {index} is empty: begin with a token, such as the beginning-of-text token")
     if len(tokens) >= config.positions:
         raise ValueError(
-            f"generate: prompt {index} has {len(tokens)} tokens, and the model has {config.positions} positions, which "
-            f"leaves no room for a new token; shorten it to at most {config.positions - 1}"
+            f"generate: prompt {index} has {counted(len(tokens), 'token')}, and the model has "
+            f"{counted(config.positions, 'position')}, which leaves no room for a new token; shorten it to at most "
+            f"{config.positions - 1}"
         )
     least, most = min(tokens), max(tokens)
     if least < 0 or most >= config.vocabulary:

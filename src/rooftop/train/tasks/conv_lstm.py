@@ -36,6 +36,7 @@ from rooftop.train.recipes import Recipe
 from rooftop.train.tasks.finding import Values, count_of, over
 from rooftop.train.tasks.generated.digits import SCIKIT_LEARN, TRAINED_ON, digits, moving_digits
 from rooftop.train.tasks.task import Task
+from rooftop.words import counted
 
 DIGITS = "digits"
 PYAV = Extra("media", "av", "av", "videos")
@@ -265,8 +266,8 @@ def _videos(path: Path, frames: int, side: int) -> _Sequences:
     if not train or not valid:
         longest = max(len(reader) for reader in clips.readers)
         raise InputError(
-            f"{path}: the longest video has {longest} frames: expected at least {5 * frames}, as the last fifth is "
-            "held out"
+            f"{path}: the longest video has {counted(longest, 'frame')}: expected at least {5 * frames}, as the last "
+            "fifth is held out"
         )
     return _Sequences(Clips(clips, train), Clips(clips, valid))
 

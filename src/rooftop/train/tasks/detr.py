@@ -40,6 +40,7 @@ from rooftop.train.recipes import Recipe
 from rooftop.train.tasks.finding import Values, over
 from rooftop.train.tasks.generated import shapes
 from rooftop.train.tasks.task import Task
+from rooftop.words import counted
 
 BY_HEART, NEW = "shapes", "new-shapes"
 SCIPY = Extra("detection", "scipy", "scipy", "matching objects")
@@ -271,7 +272,9 @@ def _photographs(folder: Path, annotations: Path) -> Path:
 def _parted(whole: CocoDataset) -> tuple[CocoDataset, CocoDataset]:
     """Split photographs into training photographs and a held-out tenth, which is the same for all seeds of a recipe."""
     if len(whole) < 2:
-        raise InputError(f"{whole.folder} has {len(whole)} photographs: expected at least 2, as one is held out")
+        raise InputError(
+            f"{whole.folder} has {counted(len(whole), 'photograph')}: expected at least 2, as one is held out"
+        )
     order = np.random.default_rng(0).permutation(len(whole)).tolist()
     out = set(order[: max(1, len(whole) // HELD_OUT)])
     parts = copy.copy(whole), copy.copy(whole)

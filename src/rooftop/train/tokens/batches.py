@@ -18,6 +18,7 @@ from rooftop.errors import InputError
 from rooftop.train.tokens.mixtures import Mixture
 from rooftop.train.tokens.proportions import Proportions
 from rooftop.train.tokens.tokens import Tokens
+from rooftop.words import counted
 
 ROUNDS = 6  # rounds of the Feistel network; four are enough to look random
 
@@ -46,8 +47,8 @@ class Batches:
         for row, count in zip(self._rows, counts, strict=True):
             if count < 1:
                 raise InputError(
-                    f"{row.source} has {len(row)} tokens, but a sequence of {length} needs {length + 1}: give more "
-                    "tokens, or shorten the sequence"
+                    f"{row.source} has {counted(len(row), 'token')}, but a sequence of {length} needs {length + 1}: "
+                    "give more tokens, or shorten the sequence"
                 )
         self.sequences = sum(counts)
         shares = tokens.shares(counts) if isinstance(tokens, Mixture) else [Fraction(1)]

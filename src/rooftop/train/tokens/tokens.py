@@ -29,6 +29,7 @@ from rooftop.errors import InputError
 from rooftop.train.tokens.number_widths import KINDS
 from rooftop.train.tokens.token_files import Integers, Numbers, array_numbers, binary_numbers, mapped
 from rooftop.train.tokens.token_tables import is_table, table_rows
+from rooftop.words import counted
 
 BYTES = 256
 """Vocabulary size of text, whose tokens are bytes."""
@@ -97,8 +98,8 @@ class Tokens:
     def _check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(
-                f"{self.source} has {len(self)} tokens: expected 0 <= start <= stop <= {len(self)}, got {start} "
-                f"and {stop}"
+                f"{self.source} has {counted(len(self), 'token')}: expected 0 <= start <= stop <= {len(self)}, got "
+                f"{start} and {stop}"
             )
 
     def fingerprint(self) -> str:
