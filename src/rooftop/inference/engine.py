@@ -83,7 +83,8 @@ class EngineReport:
     def __str__(self) -> str:
         layout = ", channels last" if self.channels_last else ""
         weights = f"{self.weights_bytes / 2**20:.1f} MiB of weights"
-        lines = [f"{self.device}, {_short(self.dtype)}{layout}, {weights}, {counted(self.eager_calls, 'call')} without a graph"]
+        calls = f"{counted(self.eager_calls, 'call')} without a graph"
+        lines = [f"{self.device}, {_short(self.dtype)}{layout}, {weights}, {calls}"]
         lines.append(f"{len(self.folded)} norms folded, {len(self.left)} left")
         lines += [f"  {norm}: left, {why}" for norm, why in self.left.items()]
         if self.fused:
