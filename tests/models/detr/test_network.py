@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from rooftop.cost import CountingMode
 from rooftop.errors import WeightsError
 from rooftop.inference import Engine
-from rooftop.models.detr.network import Detr, detr_resnet50, detr_resnet101, pad_images, sine_positions
+from rooftop.models.detr import pad_images
+from rooftop.models.detr.network import Detr, detr_resnet50, detr_resnet101, sine_positions
 from rooftop.models.detr.weights import detr_state_dict, load_detr_weights
 from rooftop.models.vision.resnet import BasicBlock, Bottleneck
 
