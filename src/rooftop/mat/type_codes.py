@@ -15,6 +15,25 @@ from typing import Final
 import numpy as np
 import torch
 
+__all__ = [
+    "CV_8S", "CV_8SC", "CV_8SC1", "CV_8SC2", "CV_8SC3", "CV_8SC4",
+    "CV_8U", "CV_8UC", "CV_8UC1", "CV_8UC2", "CV_8UC3", "CV_8UC4",
+    "CV_16BF", "CV_16BFC", "CV_16BFC1", "CV_16BFC2", "CV_16BFC3", "CV_16BFC4",
+    "CV_16F", "CV_16FC", "CV_16FC1", "CV_16FC2", "CV_16FC3", "CV_16FC4",
+    "CV_16S", "CV_16SC", "CV_16SC1", "CV_16SC2", "CV_16SC3", "CV_16SC4",
+    "CV_16U", "CV_16UC", "CV_16UC1", "CV_16UC2", "CV_16UC3", "CV_16UC4",
+    "CV_32F", "CV_32FC", "CV_32FC1", "CV_32FC2", "CV_32FC3", "CV_32FC4",
+    "CV_32S", "CV_32SC", "CV_32SC1", "CV_32SC2", "CV_32SC3", "CV_32SC4",
+    "CV_32U", "CV_32UC", "CV_32UC1", "CV_32UC2", "CV_32UC3", "CV_32UC4",
+    "CV_64F", "CV_64FC", "CV_64FC1", "CV_64FC2", "CV_64FC3", "CV_64FC4",
+    "CV_64S", "CV_64SC", "CV_64SC1", "CV_64SC2", "CV_64SC3", "CV_64SC4",
+    "CV_64U", "CV_64UC", "CV_64UC1", "CV_64UC2", "CV_64UC3", "CV_64UC4",
+    "CV_CN_MAX", "CV_CN_SHIFT", "CV_DEPTH_MAX", "CV_ELEM_SIZE", "CV_ELEM_SIZE1",
+    "CV_MAKETYPE", "CV_MAT_CN", "CV_MAT_DEPTH",
+    "CV_Bool", "CV_BoolC", "CV_BoolC1", "CV_BoolC2", "CV_BoolC3", "CV_BoolC4",
+    "depthToString", "from_opencv4", "numpy_dtype", "torch_dtype", "typeToString", "type_code",
+]  # fmt: skip
+
 CV_8U: Final = 0
 CV_8S: Final = 1
 CV_16U: Final = 2

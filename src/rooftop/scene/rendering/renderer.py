@@ -241,15 +241,8 @@ class Renderer:
             shone = self._shadows.values if lights else self._dark
             plain = not lights and not any(self.scene.materials)
             stages.emit(tensors.targets, light, shone, surfaces, emitted, pictures, plain, meshes.has_attributes)
-            resident = None
-            if pool is not None and not wait:
-                resident = pool.resident()
-                pool.begin()  # prepare the next frame here, because the host has time while the device draws
-            answer = pool.requests.read(resident) if pool is not None else None
-            if pool is not None and answer is not None and answer.refused is not None:
-                self._drop_pool()
-                pool.refuse(answer.refused)
-            counters = answer.counters if answer is not None else self._counters.read().tolist()
+            answer = None if pool is None else self._answer(pool, wait)
+            counters = self._counters.read().tolist() if answer is None else answer.counters
             room = chain.memory.wanted_room(counters)
             if room != chain.memory.room:
                 self._chains.widen(chain, room)
@@ -272,6 +265,22 @@ class Renderer:
         placed.settle()
         self._memory, self._cameras, self._has_depths = memory, cameras, self.occlusion
         return stats, pictures
+
+    def _answer(self, pool: Pool, wait: bool) -> Answer:
+        """Read the answer of the frame that the device draws.
+
+        Raises:
+            GeometryFileError: the device refused a page. The pool is dropped.
+        """
+        resident = None
+        if not wait:
+            resident = pool.resident()
+            pool.begin()  # prepare the next frame here, because the host has time while the device draws
+        answer = pool.requests.read(resident)
+        if answer.refused is not None:
+            self._drop_pool()
+            pool.refuse(answer.refused)
+        return answer
 
     @torch.inference_mode(False)
     def prefetch(self, cameras: Camera | Sequence[Camera]) -> None:

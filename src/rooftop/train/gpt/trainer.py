@@ -25,6 +25,7 @@ from torch import Tensor
 from rooftop.models.gpt.layouts import fully_sharded_gpt, parallel_gpt
 from rooftop.models.gpt.network import Gpt
 from rooftop.models.gpt.stages import GptStages, parallel_gpt_stages
+from rooftop.nn.modes import evaluating
 from rooftop.parallel import Layout, ModelGradients
 from rooftop.parallel.contexts import Context
 from rooftop.parallel.deferred import defer_weight_gradients
@@ -217,13 +218,10 @@ class GptTrainer:
         After the block, the modules have the modes from before the block. Sharded parameters do not stay gathered:
         otherwise the next step would ignore values that the user loads in between.
         """
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
         try:
-            yield
+            with evaluating(self.model):
+                yield
         finally:
-            for module, mode in modes:
-                module.training = mode
             if self.fully_shard:
                 free_gathered(self.model)
 

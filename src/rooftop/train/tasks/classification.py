@@ -67,28 +67,31 @@ GPU: Values = {"run": {"precision": "bf16", "channels_last": True}, "augment": {
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models that a task trains.
+    """A family of models that a task trains, with the defaults of its recipe.
 
     Attributes:
         usual: name of the default model for photographs.
         small: name of the default model for small images.
         small_options: builder options for small images.
         off: builder options that switch off regularization which is on by default in the builder but not in the recipe.
+        digits, folders: recipe values for digits and for folders of images.
+        gpu, folders_on_gpu: values that replace these on a GPU; `folders_on_gpu` only for folders.
     """
 
     usual: str
     small: str
     small_options: Mapping[str, Any]
     off: Mapping[str, Any]
+    digits: Values
+    folders: Values
+    gpu: Values
+    folders_on_gpu: Values
 
-
-def defaults_by_data(
-    data: str | None, cuda: bool, *, of_digits: Values, of_folders: Values, of_folders_on_gpu: Values, gpu: Values = GPU
-) -> Values:
-    """A recipe's defaults for digits or for folders of images, for training on the CPU or (`cuda`) on a GPU."""
-    if data in (None, DIGITS):
-        return over(of_digits, gpu) if cuda else of_digits
-    return over(over(of_folders, gpu), of_folders_on_gpu) if cuda else of_folders
+    def defaults(self, data: str | None, cuda: bool) -> Values:
+        """The recipe values that the task uses by default, for training on the CPU or (`cuda`) on a GPU."""
+        if data in (None, DIGITS):
+            return over(self.digits, self.gpu) if cuda else self.digits
+        return over(over(self.folders, self.gpu), self.folders_on_gpu) if cuda else self.folders
 
 
 def needed_packages(data: str | None) -> list[Extra]:

@@ -6,41 +6,36 @@ rooftop train resnet --data photographs/ --set model.name=resnet50
 
 from __future__ import annotations
 
-from rooftop.doctor.extras import Extra
 from rooftop.train.recipes import Recipe
-from rooftop.train.tasks.classification import Family, classification, defaults_by_data, needed_packages
-from rooftop.train.tasks.finding import Values
+from rooftop.train.tasks.classification import GPU, Family, classification, needed_packages
 from rooftop.train.tasks.task import Task
 
-FAMILY = Family("resnet50", "resnet18", {"small_images": True}, off={})
+FAMILY = Family(
+    usual="resnet50",
+    small="resnet18",
+    small_options={"small_images": True},
+    off={},
+    digits={
+        "run": {"epochs": 20, "batch": 64},
+        "model": {"options": {"channels": 16}},
+        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4},
+        "schedule": {"name": "cosine", "warmup": 0.1},
+        "mix": {"label_smoothing": 0.1},
+        "augment": {"size": 16, "shift": 0.125},
+    },
+    # The recipe of Goyal et al. 2017 with a cosine schedule; the paper's learning rate is 0.1 for 256 images per batch.
+    folders={
+        "run": {"epochs": 90, "batch": 64},
+        "optimizer": {"name": "sgd", "lr": 0.025, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-5},
+        "schedule": {"name": "cosine", "warmup": 0.05},
+        "mix": {"label_smoothing": 0.1},
+        "augment": {"crop": 0.25, "flip": 0.5},
+    },
+    gpu=GPU,
+    folders_on_gpu={"run": {"batch": 256}, "optimizer": {"lr": 0.1}},
+)
 
-DIGITS: Values = {
-    "run": {"epochs": 20, "batch": 64},
-    "model": {"options": {"channels": 16}},
-    "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4},
-    "schedule": {"name": "cosine", "warmup": 0.1},
-    "mix": {"label_smoothing": 0.1},
-    "augment": {"size": 16, "shift": 0.125},
-}
-FOLDERS: Values = {
-    "run": {"epochs": 90, "batch": 64},
-    "optimizer": {"name": "sgd", "lr": 0.025, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-5},
-    "schedule": {"name": "cosine", "warmup": 0.05},
-    "mix": {"label_smoothing": 0.1},
-    "augment": {"crop": 0.25, "flip": 0.5},
-}
-"""The recipe of Goyal et al. 2017 with a cosine schedule; the paper's learning rate is 0.1 for 256 images per batch."""
-FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 0.1}}
-
-
-def defaults(data: str | None, cuda: bool) -> Values:
-    """Return the recipe values that this task uses by default."""
-    return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
-
-
-def needs(data: str | None) -> list[Extra]:
-    """The optional packages that the task needs."""
-    return needed_packages(data)
+defaults, needs = FAMILY.defaults, needed_packages
 
 
 def build(data: str | None, recipe: Recipe) -> Task:

@@ -6,51 +6,38 @@ rooftop train swin --data photographs/ --set model.name=swin_s
 
 from __future__ import annotations
 
-from rooftop.doctor.extras import Extra
 from rooftop.train.recipes import Recipe
-from rooftop.train.tasks.classification import Family, classification, defaults_by_data, needed_packages
-from rooftop.train.tasks.finding import Values
+from rooftop.train.tasks.classification import Family, classification, needed_packages
 from rooftop.train.tasks.task import Task
 
 FAMILY = Family(
-    "swin_t",
-    "swin_t",
-    {"patch_size": (2, 2), "window_size": (4, 4)},
+    usual="swin_t",
+    small="swin_t",
+    small_options={"patch_size": (2, 2), "window_size": (4, 4)},
     off={"stochastic_depth_prob": 0.0},
+    digits={
+        "run": {"epochs": 20, "batch": 64},
+        "model": {"options": {"embed_dim": 48, "depths": [2, 2, 2], "num_heads": [3, 6, 12]}},
+        "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05, "clip": 5.0},
+        "schedule": {"name": "cosine", "warmup": 0.1},
+        "mix": {"label_smoothing": 0.1},
+        "augment": {"size": 16, "shift": 0.125},
+    },
+    # The recipe of the paper; the paper's learning rate is 0.001 for a batch of 1024 images.
+    folders={
+        "run": {"epochs": 300, "batch": 64},
+        "model": {"stochastic_depth": 0.2},
+        "optimizer": {"name": "adamw", "lr": 6.25e-5, "weight_decay": 0.05, "clip": 5.0},
+        "schedule": {"name": "cosine", "warmup": 0.07},
+        "mix": {"label_smoothing": 0.1, "mixup": 0.8, "cutmix": 1.0},
+        "augment": {"crop": 0.08, "flip": 0.5, "rand_augment": 2, "erase": 0.25},
+    },
+    # without channels_last, because a Swin Transformer's feature maps are always channels last
+    gpu={"run": {"precision": "bf16"}, "augment": {"rand_augment_on": "gpu"}},
+    folders_on_gpu={"run": {"batch": 256}, "optimizer": {"lr": 2.5e-4}},
 )
 
-DIGITS: Values = {
-    "run": {"epochs": 20, "batch": 64},
-    "model": {"options": {"embed_dim": 48, "depths": [2, 2, 2], "num_heads": [3, 6, 12]}},
-    "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05, "clip": 5.0},
-    "schedule": {"name": "cosine", "warmup": 0.1},
-    "mix": {"label_smoothing": 0.1},
-    "augment": {"size": 16, "shift": 0.125},
-}
-FOLDERS: Values = {
-    "run": {"epochs": 300, "batch": 64},
-    "model": {"stochastic_depth": 0.2},
-    "optimizer": {"name": "adamw", "lr": 6.25e-5, "weight_decay": 0.05, "clip": 5.0},
-    "schedule": {"name": "cosine", "warmup": 0.07},
-    "mix": {"label_smoothing": 0.1, "mixup": 0.8, "cutmix": 1.0},
-    "augment": {"crop": 0.08, "flip": 0.5, "rand_augment": 2, "erase": 0.25},
-}
-"""The recipe of the paper; the paper's learning rate is 0.001 for a batch of 1024 images."""
-FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 2.5e-4}}
-GPU: Values = {"run": {"precision": "bf16"}, "augment": {"rand_augment_on": "gpu"}}
-"""Recipe values for a GPU. These values do not set channels_last, because a Swin Transformer's feature maps are always
-channels last.
-"""
-
-
-def defaults(data: str | None, cuda: bool) -> Values:
-    """Return the recipe values that this task uses by default."""
-    return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU, gpu=GPU)
-
-
-def needs(data: str | None) -> list[Extra]:
-    """The optional packages that the task needs."""
-    return needed_packages(data)
+defaults, needs = FAMILY.defaults, needed_packages
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
