@@ -603,7 +603,7 @@ def test_batches_on_a_gpu(how: str, workers: int) -> None:
 
 
 def test_more_workers_than_the_machine_can_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rooftop.data.loader._cpus", lambda: 2)
+    monkeypatch.setattr("rooftop.data.loader.usable_cpus", lambda: 2)
     assert Loader(Drawn(8), 4, how="threads", workers=32).workers == 32
     with pytest.raises(InputError, match=r"workers=500: expected at most 32, since this process may use 2 CPUs"):
         Loader(Drawn(8), 4, workers=500)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rooftop.optimization import forecasts, timing
+from rooftop.optimization import forecasts
 from rooftop.optimization.forecasts import OperatorClock, fusable_of, quick_ceilings
 from rooftop.optimization.outcomes import Step
 from rooftop.optimization.timing import ahead, times_of
@@ -262,7 +262,7 @@ def test_the_time_of_a_slow_host_says_nothing_about_the_device(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock_s, paused = [0.0], list[bool]()
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    monkeypatch.setattr(timed_alone, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: paused.append(True))
 
     def slow_to_launch() -> None:
@@ -289,7 +289,7 @@ def test_a_step_that_waits_for_the_device_takes_at_most_the_time_of_its_operator
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock_s, slept_ms = [0.0], [0.0]
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    monkeypatch.setattr(timed_alone, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: slept_ms.append(cycles / CYCLES_A_MS))
 
     def waiting() -> None:

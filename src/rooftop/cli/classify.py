@@ -11,14 +11,13 @@ import click
 import torch
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, nn
 
 from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import check_json, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import engine_of, seeded, skipped_ones_named
+from rooftop.cluster.by_engine import ClassifierByEngine
 from rooftop.errors import InputError, MissingExtraError
-from rooftop.inference import Engine
 from rooftop.media import DamagedVideoError, VideoReader
 from rooftop.media.images import SUFFIXES, check_images, find_images
 from rooftop.media.reading import VIDEO_SUFFIXES
@@ -68,7 +67,7 @@ def run(
     else:
         with seeded(seed):
             classifier, preprocessing = model_entry(model).build().eval(), IMAGENET
-    by_engine = _ByEngine(engine_of(classifier, model, where, dtype))
+    by_engine = ClassifierByEngine(engine_of(classifier, model, where, dtype))
     on_error = "skip" if skip_unreadable else "raise"
     with skipped_ones_named(), progress_bar() as progress:
         photographs = classify(
@@ -152,19 +151,6 @@ class _Clip:
                 for each in self.frames
             ],
         }
-
-
-class _ByEngine(nn.Module):
-    """A module that runs an engine's network: (B, 3, crop, crop) -> logits (B, classes)."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.model = engine.model  # the model's parameters determine the device and dtype of images
-        self._engine = engine
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self._engine(images)
-        return logits
 
 
 def _show(photographs: Sequence[Classified], clips: Sequence[_Clip]) -> None:

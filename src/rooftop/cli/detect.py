@@ -12,17 +12,15 @@ import click
 import torch
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, nn
 
 from rooftop.cli.consoles import output_console
 from rooftop.cli.outputs import check_json, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import engine_of, seeded, skipped_ones_named
+from rooftop.cluster.by_engine import DetrByEngine
 from rooftop.errors import InputError
-from rooftop.inference import Engine
 from rooftop.models import detr_resnet50, detr_resnet101, detr_small, find_images
 from rooftop.models.detr.detection import Detected, detect, draw_objects, load_detector
-from rooftop.models.detr.network import Detr, Predictions, pad_images
 from rooftop.models.images import check_images, read_image
 from rooftop.models.weights.trained_files import trained_file
 from rooftop.whole_files import whole_file
@@ -69,7 +67,7 @@ def run(
         with seeded(seed or 0):
             detector = BUILDERS[model]().eval()
     detector.auxiliary = False  # the predictions of earlier layers are only for training
-    by_engine = _ByEngine(engine_of(detector, model, where, dtype))
+    by_engine = DetrByEngine(engine_of(detector, model, where, dtype))
     try:
         folder.mkdir(parents=True, exist_ok=True)  # now, so that an error appears before the long work
     except OSError as error:
@@ -103,24 +101,6 @@ def run(
     click.echo(f"pictures: {folder}")
     if json_path is not None:
         click.echo(f"objects: {json_path}")
-
-
-class _ByEngine(Detr):
-    """A DETR that an engine runs. Photographs are padded to one size, so the input shape depends only on the batch
-    size."""
-
-    def __init__(self, engine: Engine) -> None:
-        nn.Module.__init__(self)
-        head = engine.model.get_submodule("class_embed")
-        assert isinstance(head, nn.Linear)
-        self.class_embed = head  # callers read from this head the number of classes, and the images' device and dtype
-        self._engine = engine
-
-    def forward(self, images: Tensor | Sequence[Tensor], padding: Tensor | None = None) -> Predictions:
-        if not isinstance(images, Tensor):
-            images, padding = pad_images(images)
-        found: Predictions = self._engine(images, padding)
-        return found
 
 
 def _pictures(found: Sequence[Path], folder: Path) -> list[Path]:

@@ -38,6 +38,7 @@ from rooftop.cluster.events import Event, Finished, Hung, Lost
 from rooftop.cluster.items import Item
 from rooftop.cluster.working import Chunk, Job, Workshop
 from rooftop.errors import MissingExtraError, ModelRunError, RooftopError
+from rooftop.hardware.cpus import usable_cpus
 from rooftop.words import whole_message
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def divide(device: str, workers: int | None, decodes: bool = False, decoders: in
         decoders: decoding processes per worker. None: on a GPU, one per core of the worker's share, at most 32, or none
             if the share is one core; none on the CPU, where the target itself needs the cores. 0: threads decode.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cpus()
     gpus = _gpus() if device != "cpu" else 0
     names: list[str] = []
     if gpus:

@@ -7,7 +7,7 @@ engine.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftop.cluster.by_engine import ClassifierByEngine, DetrByEngine
 from rooftop.cluster.items import check_count
 from rooftop.cluster.photograph_calls import Answer, Classes, Objects, PhotographCall
 from rooftop.cluster.photographs import Preparation
@@ -25,7 +26,7 @@ from rooftop.inference import Engine
 from rooftop.media.pillow_resize import Resize
 from rooftop.models import detr_resnet50, detr_resnet101, detr_small, load_classifier, model_entry
 from rooftop.models.detr.detection import load_detector, resizing
-from rooftop.models.detr.network import Detr, Predictions, pad_images
+from rooftop.models.detr.network import Detr
 from rooftop.models.images import IMAGENET, Preprocessing, cropping
 from rooftop.models.registry import builtin_models
 
@@ -102,7 +103,7 @@ class ModelTarget:
         model = self.packed.unpacked()
         if device != "cpu":
             engine = Engine(model.to(device), dtype=self.dtype)
-            model = _DetrByEngine(engine) if isinstance(model, Detr) else _ByEngine(engine)
+            model = DetrByEngine(engine) if isinstance(model, Detr) else ClassifierByEngine(engine)
         elif self.dtype is not None:
             model = model.to(self.dtype)
         call = PhotographCall(model, self.answer, device, self.batch, self.prepare.change)
@@ -213,31 +214,3 @@ class _Cropped(Preparation):
 class _Resized(Preparation):
     def change(self, width: int, height: int) -> Resize:
         return resizing(width, height, 800, 1333)
-
-
-class _ByEngine(nn.Module):
-    """A module that runs a network by an engine. The module's parameters show the device and dtype that images need."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.model, self._engine = engine.model, engine
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self._engine(images)
-        return logits
-
-
-class _DetrByEngine(Detr):
-    """A DETR that an engine runs. The engine's input shape depends only on the padded batch's size."""
-
-    def __init__(self, engine: Engine) -> None:
-        nn.Module.__init__(self)
-        head = engine.model.get_submodule("class_embed")
-        assert isinstance(head, nn.Linear)
-        self.class_embed, self._engine = head, engine
-
-    def forward(self, images: Tensor | Sequence[Tensor], padding: Tensor | None = None) -> Predictions:
-        if not isinstance(images, Tensor):
-            images, padding = pad_images(images)
-        found: Predictions = self._engine(images, padding)
-        return found

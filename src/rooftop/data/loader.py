@@ -31,6 +31,7 @@ from rooftop.data.prefetching import prefetched
 from rooftop.data.samples import Samples
 from rooftop.data.ways import Here, Threads, Way
 from rooftop.errors import InputError
+from rooftop.hardware.cpus import usable_cpus
 
 WAYS = ("here", "threads", "processes")
 TRIAL_HERE = 2  # number of batches to time "here"; the first batch includes warm-up
@@ -116,7 +117,7 @@ class Loader:
             raise InputError(f'on_damage is {on_damage!r}: expected "stop" or "skip"')
         if workers < 0 or ahead < 1:
             raise InputError(f"workers={workers}, ahead={ahead}: expected workers of 0 or more and ahead of 1 or more")
-        if workers > WORKERS_OF_A_CPU * (cpus := _cpus()):
+        if workers > WORKERS_OF_A_CPU * (cpus := usable_cpus()):
             raise InputError(
                 f"workers={workers}: expected at most {WORKERS_OF_A_CPU * cpus}, since this process may use {cpus} "
                 "CPUs; 0 chooses a number"
@@ -305,9 +306,4 @@ def _worth_trying(workers: int, on_gpu: bool, thread_safe: bool) -> tuple[str, .
 def _usual_workers(ranks: int) -> int:
     """The number of workers of a rank: the CPUs that this process may use, divided by the number of ranks on this
     machine; at least 1 and at most MOST_WORKERS."""
-    return max(1, min(MOST_WORKERS, _cpus() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))))
-
-
-def _cpus() -> int:
-    """The number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_WORKERS, usable_cpus() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))))

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from rooftop.errors import InputError
+from rooftop.hardware.cpus import usable_cpus
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MOST_THREADS = 8  # default maximum, because each thread may keep a whole photograph in memory
-
-
-def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use; where the system does not tell, all CPUs."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usual_threads() -> int:

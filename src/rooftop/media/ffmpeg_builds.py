@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from rooftop.errors import InputError
-from rooftop.media.ahead import usable_cpus
+from rooftop.hardware.cpus import usable_cpus
 from rooftop.media.errors import FFmpegBuildError
 from rooftop.media.ffmpeg_checks import identity
 from rooftop.media.ffmpeg_requirements import Requirements, build_environment, find_requirements, lines

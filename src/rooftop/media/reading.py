@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES_AT_ONCE = 1 << 27  # maximum bytes of frames that are converted together, ahead of the caller
 SEEKS = 3  # after this many seeks that overshoot, a file is read from its beginning
-CLOCK_SLACK_S = Fraction(1, 2000)
+CLOCK_SLACK_S = Fraction(1, 2000)  # a time up to this much before a frame's start selects the frame
 
 
 class TimedFrame(NamedTuple):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.observing import LightMode
+from rooftop.hardware.sequences import synchronize
 from rooftop.hardware.timing import LEAST_SAMPLES, Timing, compare, compare_slow
 from rooftop.optimization.draws import Arguments
 from rooftop.optimization.forecasts import OperatorClock, fusable_of
@@ -25,7 +26,7 @@ from rooftop.rewrites.candidates import Call, Candidate, OptimizerStep, Times
 from rooftop.rewrites.convolution_rules import bias_ms, convolutions_of
 from rooftop.rewrites.optimizer_rules import fused, not_fusable
 from rooftop.rewrites.structures import mapped
-from rooftop.rewrites.timed_alone import CYCLES_A_MS, alone_ms
+from rooftop.rewrites.timed_alone import CYCLES_A_MS, alone_ms, between_events
 
 SLOW_MS = 300.0
 AHEAD_RUNS, MOST_AHEAD_MS = 3, 300.0
@@ -129,10 +130,10 @@ def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> O
     optimizer's state.
     """
     optimizer.step()
-    _wait(device)
+    synchronize(device)
     began = time.perf_counter()
     optimizer.step()
-    _wait(device)
+    synchronize(device)
     wall_ms = (time.perf_counter() - began) * 1e3
     device_ms, host_ms = ahead(optimizer.step, device, wall_ms)
     return OptimizerStep(wall_ms, device_ms or 0.0, host_ms or 0.0)
@@ -159,22 +160,12 @@ def ahead(
     pause_ms = min(MOST_AHEAD_MS, 1 + 2 * wall_ms)
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-        def timed() -> tuple[float, float]:
-            start.record()
-            began = time.perf_counter()
-            run()
-            launched_ms = (time.perf_counter() - began) * 1e3
-            end.record()
-            end.synchronize()
-            return start.elapsed_time(end), launched_ms
-
         for _ in range(AHEAD_RUNS):
             torch.cuda._sleep(int(pause_ms * CYCLES_A_MS))
-            ms, launched_ms = timed()
+            ms, launched_ms = between_events(run, start, end)
             device_ms, waited_ms = min(device_ms, ms), min(waited_ms, launched_ms)
             run()  # so that the next run follows another run, as in a series
-            ms, launched_ms = timed()
+            ms, launched_ms = between_events(run, start, end)
             called_ms, host_ms = min(called_ms, ms), min(host_ms, launched_ms)
     waits, launched_ms = waited_ms >= pause_ms, min(host_ms, waited_ms)
     slow_host = launched_ms > device_ms
@@ -215,11 +206,6 @@ class OperatorTimes(LightMode):
             Call(operator, arguments, self.device, len(indices), sum(ms[index] for index in indices))
             for (operator, _), (indices, arguments) in self._found.items()
         )
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _key(args: tuple[Any, ...]) -> str:

@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rooftop.kernels import Box, linear_act
 from rooftop.kernels.matmuls.matmuls import linear_act_and_before
+from rooftop.kernels.operands.autocasting import cast_by_autocast
 from rooftop.nn import LinearAct
 from rooftop.parallel.deferred import Deferral, Deferring
 from rooftop.parallel.exchanges import (
@@ -149,7 +150,7 @@ class ColumnParallelLinear(Deferring, LinearAct):
 
     def begin(self, input: Tensor) -> OnItsWay:
         """Start the communication of `entered`. Pass the tensor that arrives to `product_of`."""
-        input, *_ = under_autocast(input, self.weight)
+        (input,) = cast_by_autocast(input)  # so that ranks exchange the narrower dtype, as in `forward`
         if self.sequence_parallel:
             return begin_gather(input, SEQUENCE, self.group)
         return begin_copy(input, self.group)
@@ -254,16 +255,6 @@ def _first_column(piece: Piece) -> Piece:
     return Piece(Box(box.shape[:1], box.start[:1], box.size[:1]), piece.holders, piece.first)
 
 
-def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the tensors to the dtype that linear layers use under autocast, so that ranks also exchange this narrower
-    dtype.
-    """
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        narrow = torch.get_autocast_dtype(x.device.type)
-        return x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
-    return x, weight, bias
-
-
 def is_traced() -> bool:
     """Whether torch.jit.trace records this call. A trace cannot contain Python autograd functions. Tracing by
     torch.compile does not count.
@@ -304,7 +295,7 @@ def _column_product(
 ) -> tuple[Tensor, Tensor]:
     if deferral is not None:
         return _deferrable_product(x, weight, bias, activation, group, split, deferral)
-    x, weight, bias = under_autocast(x, weight, bias)
+    x, weight, bias = cast_by_autocast(x, weight, bias)
     return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
 
 
@@ -319,7 +310,7 @@ def _deferrable_product(
     deferral: Deferral,
 ) -> tuple[Tensor, Tensor]:
     """The product with a deferral. Deferral in backward is a side effect, so torch.compile must not trace this."""
-    x, weight, bias = under_autocast(x, weight, bias)
+    x, weight, bias = cast_by_autocast(x, weight, bias)
     if not weight.requires_grad or not torch.is_grad_enabled():
         return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
     # The graph must not lead to the weight, whose hooks would run without a gradient. An empty tensor that requires a

@@ -25,9 +25,9 @@ from rooftop.kernels import cross_entropy, linear_cross_entropy
 from rooftop.kernels.losses.formulas import inverse_of_count
 from rooftop.kernels.losses.linear_losses import chunk_rows
 from rooftop.kernels.losses.losses import LogitsShape, check_arguments, check_index, check_targets
+from rooftop.kernels.operands.autocasting import cast_by_autocast, under_autocast
 from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.parallel.exchanges import Group, place_in, start_sum
-from rooftop.parallel.tensor_linears import under_autocast
 
 CHUNK_ELEMENTS = 1 << 24  # number of logits to process at a time, so that intermediate values take 64 MiB in float32
 
@@ -308,9 +308,8 @@ def vocab_parallel_linear_cross_entropy(
             "vocab_parallel_linear_cross_entropy: expected hidden (..., H), weight (columns, H) and target (...), got "
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
         )
-    result = torch.float32 if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
-    result = torch.float64 if hidden.dtype == torch.float64 else result
-    hidden, weight, _ = under_autocast(hidden, weight)
+    result = torch.float32 if under_autocast(hidden) else hidden.dtype
+    hidden, weight = cast_by_autocast(hidden, weight)
     if hidden.dtype != weight.dtype:
         raise TypeError(
             f"vocab_parallel_linear_cross_entropy: hidden is {hidden.dtype}, weight {weight.dtype}: cast one, or use "

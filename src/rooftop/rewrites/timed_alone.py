@@ -46,13 +46,18 @@ def _once(run: Callable[[], object], device: torch.device, ahead_ms: float) -> t
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(int(ahead_ms * CYCLES_A_MS))
-        start.record()
-        began = time.perf_counter()
-        run()
-        launched_ms = (time.perf_counter() - began) * 1e3
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end), launched_ms
+        return between_events(run, start, end)
+
+
+def between_events(run: Callable[[], object], start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
+    """(time of a call between two events of the current GPU in ms, time in ms in which the host launched the call)"""
+    start.record()
+    began = time.perf_counter()
+    run()
+    launched_ms = (time.perf_counter() - began) * 1e3
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end), launched_ms
 
 
 def launch_ms(run: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:

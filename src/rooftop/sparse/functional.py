@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.kernels import sparse_conv
-from rooftop.kernels.operands.autocasting import under_autocast
+from rooftop.kernels.operands.autocasting import cast_by_autocast
 from rooftop.kernels.sites.launches import has_table
 from rooftop.kernels.sites.sparse_convs import conv_of_rulebook
 from rooftop.sparse.geometries import PerDimension, geometry
@@ -78,14 +78,6 @@ def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Ru
         for each, matrices, some in by_group(features, weight, bias, groups)
     ]
     return found[0] if groups == 1 else torch.cat(found, 1)
-
-
-def cast_by_autocast(features: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the operands to autocast's dtype if autocast is on."""
-    if not under_autocast(features):
-        return features, weight, bias
-    narrow = torch.get_autocast_dtype(features.device.type)
-    return features.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
 
 
 def by_group(

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from rooftop.errors import InputError
 from rooftop.media import DamagedVideoError, VideoReader
+from rooftop.media.reading import CLOCK_SLACK_S
 from rooftop.models.images import IMAGENET, Preprocessing
 from rooftop.models.vision.classification import Guess, guessed
 
-SLACK_S = 0.0005  # as in VideoReader.frames_at: the time 2 / 30 s selects frame 2, even if that frame's time is 0.067 s
+SLACK_S = float(CLOCK_SLACK_S)  # the time 2 / 30 s selects frame 2, even if that frame's time is 0.067 s
 # torch's names for Pillow's filters
 MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
 

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.errors import BuildError
+from rooftop.hardware.cpus import usable_cpus
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -67,9 +68,9 @@ class Workers:
             ValueError: `count` is not an integer, or is below 1.
         """
         if count is None:
-            return cls(cpus())
+            return cls(usable_cpus())
         if not isinstance(count, int | np.integer) or count < 1:
-            raise ValueError(f"workers={count}: expected 1 or more, or None for one on each CPU ({cpus()} here)")
+            raise ValueError(f"workers={count}: expected 1 or more, or None for one on each CPU ({usable_cpus()} here)")
         return cls(int(count))
 
     def run(
@@ -117,11 +118,6 @@ class _WithoutState:
 
 
 ALONE = Workers(1)  # all work runs in the calling process
-
-
-def cpus() -> int:
-    """The number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shared(shape: int | tuple[int, ...], dtype: type[V]) -> npt.NDArray[V]:
