@@ -388,7 +388,8 @@ def _checked(
     if isinstance(box, Box):
         (sizes, strides, offset), shape = box.index_map(), box.size
     elif isinstance(box, Sequence) and not isinstance(box, str):
-        if not all(isinstance(size, (int, torch.SymInt)) for size in box):
+        # torch.jit.trace passes sizes as tensors without dimensions
+        if not torch.jit.is_tracing() and not all(isinstance(size, (int, torch.SymInt)) for size in box):
             raise TypeError(f"{name}: the sizes of box must be ints, got {tuple(box)}")
         if any(size < 0 for size in box):
             raise ValueError(f"{name}: the sizes of box must not be negative, got {tuple(box)}")
