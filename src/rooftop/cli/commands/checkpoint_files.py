@@ -94,5 +94,6 @@ def export_command() -> None:
     """Export the model of a checkpoint in Hugging Face's format: config.json and safetensors.
 
     The folder has the format of GPT-2, Llama, Mistral or Qwen. from_pretrained of transformers, `rooftop generate
-    --weights` and `rooftop train gpt --init-from` read this folder. A checkpoint has no tokenizer: add tokenizer.json yourself.
+    --weights` and `rooftop train gpt --init-from` read this folder. A checkpoint has no tokenizer: add
+    tokenizer.json yourself.
     """
