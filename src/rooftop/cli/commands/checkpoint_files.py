@@ -93,6 +93,7 @@ def convert_command() -> None:
 def export_command() -> None:
     """Export the model of a checkpoint in Hugging Face's format: config.json and safetensors.
 
-    The folder has the format of GPT-2 or Llama. from_pretrained of transformers, `rooftop generate --weights` and
-    `rooftop train gpt --init-from` read this folder. A checkpoint has no tokenizer: add tokenizer.json yourself.
+    The folder has the format of GPT-2, Llama, Mistral or Qwen. from_pretrained of transformers, `rooftop generate
+    --weights` and `rooftop train gpt --init-from` read this folder. A checkpoint has no tokenizer: add
+    tokenizer.json yourself.
     """

@@ -292,7 +292,7 @@ def command() -> None:
 @path(
     "--init-from",
     metavar="FOLDER",
-    help="Start from the weights of a GPT-2 or Llama of Hugging Face (config.json and .safetensors files). "
+    help="Start from the weights of a GPT-2, Llama, Mistral or Qwen of Hugging Face (config.json and .safetensors). "
     "config.json sets the sizes. With --load, only these sizes are used.",
 )
 @path(
