@@ -389,7 +389,7 @@ def _checked(
         (sizes, strides, offset), shape = box.index_map(), box.size
     elif isinstance(box, Sequence) and not isinstance(box, str):
         # torch.jit.trace passes sizes as tensors without dimensions
-        if not torch.jit.is_tracing() and not all(isinstance(size, (int, torch.SymInt)) for size in box):
+        if not all(isinstance(size, (int, torch.SymInt)) for size in box) and not torch._C._is_tracing():
             raise TypeError(f"{name}: the sizes of box must be ints, got {tuple(box)}")
         if any(size < 0 for size in box):
             raise ValueError(f"{name}: the sizes of box must not be negative, got {tuple(box)}")
