@@ -133,7 +133,7 @@ def test_a_type_says_what_the_last_dimension_is() -> None:
 
 ARRAY = np.zeros((6, 8, 3), np.uint8)
 REFUSED = {
-    "reversed rows": (ARRAY[::-1], r"dimension 0 of \(6, 8\) is reversed: .*np.ascontiguousarray\(array\) copies it"),
+    "reversed rows": (ARRAY[::-1], r"dimension 0 of \(6, 8\) is reversed: .*Copy the array by np.ascontiguousarray\(array\)"),
     "RGB of BGR": (ARRAY[..., ::-1], "-1 bytes apart"),
     "one channel": (ARRAY[..., 0], "dimension 1 of .* is not contiguous: a step of 3 bytes"),
     "two channels of three": (ARRAY[..., :2], "is not contiguous: a step of 3 bytes, where a Mat needs 2"),
@@ -170,7 +170,7 @@ def test_what_no_header_can_lie_on_names_the_copy(name: str) -> None:
         (torch.zeros(3, dtype=torch.complex64), TypeError, "no depth has the dtype torch.complex64"),
         (torch.zeros(3, requires_grad=True), ValueError, r"requires grad, .* pass x.detach\(\)"),
         (torch.zeros(2, 2).to_sparse(), TypeError, r"use x.to_dense\(\)"),
-        (torch.zeros(4, 5).T, ValueError, r"x.contiguous\(\) copies it"),
+        (torch.zeros(4, 5).T, ValueError, r"opy the array by x.contiguous\(\)"),
         (torch.zeros(2, dtype=torch.complex64).conj().imag, TypeError, "resolve_neg"),
         ("text", TypeError, "or an array, got 'text'"),
         (cv2.UMat(np.zeros((4, 4))), TypeError, r"got .*UMat.*; its get\(\) copies it to an array"),

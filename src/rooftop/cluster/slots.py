@@ -170,7 +170,7 @@ class Reader:
 
     def tensor(self, place: Any) -> Tensor:
         """The tensor at a place that `Writer.persistent_id` has returned."""
-        raise pickle.UnpicklingError(f"a tensor at {place} of a slot without tensors")
+        raise pickle.UnpicklingError(f"found a tensor at {place}, but this task wrote no tensors to its slot")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -148,7 +148,7 @@ def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: s
     if channels > 1 and strides[-1] != item:
         raise ValueError(
             f"the channels of an element must be contiguous in memory, but are {strides[-1]} bytes apart (shape "
-            f"{shape}, strides {strides} bytes): {copied} copies it"
+            f"{shape}, strides {strides} bytes): copy the array by {copied}"
         )
     return type, sizes, _steps(sizes, strides[: len(sizes)], item * max(channels, 1), copied)
 
@@ -169,7 +169,7 @@ def _steps(sizes: Sizes, strides: Sizes, elem_bytes: int, copied: str) -> Sizes:
             )  # fmt: skip
             raise ValueError(
                 f"dimension {axis} of {sizes} is {kind}: a step of {step} bytes, where a Mat needs "
-                f"{'' if last else 'at least '}{least}. {copied} copies it"
+                f"{'' if last else 'at least '}{least}. Copy the array by {copied}"
             )
         steps.append(step)
         least = step * sizes[axis]

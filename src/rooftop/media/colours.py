@@ -77,7 +77,7 @@ def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dty
     black, luma_scale, chroma_scale = extents(colours.full_range, bits)
     if height % down:
         u, v, down = u.repeat_interleave(down, 0)[:height], v.repeat_interleave(down, 0)[:height], 1
-    if across > 1:  # here the planes are still small; the addition below repeats their rows
+    if across > 1:  # only columns are repeated; `torch.add` broadcasts rows, so that u and v stay small
         u, v = (each.repeat_interleave(across, 1)[:, :width] for each in (u, v))
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     luma = y.to(exact).sub_(black).mul_(white / luma_scale).view(-1, down, width)

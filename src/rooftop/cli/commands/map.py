@@ -52,7 +52,7 @@ pandas.read_parquet("classes.parquet").
     "--batch",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Maximum batch size. A function then gets a list of items and returns a list of the same length.",
+    help="Maximum batch size. A function of your own then gets a list of items and returns a list of the same length.",
 )
 @click.option(
     "--weights", metavar="NAME|FILE", help="Weights of a model, as for `rooftop classify` and `rooftop detect`."

@@ -42,7 +42,7 @@ WINDOW_FORWARD = (
     WindowConfig(positions=256, features=64, queries=16, warps=4, measured=False),
 )
 WINDOW_BACKWARD = (WindowConfig(positions=64, features=64, queries=64, warps=8, measured=False),)
-WINDOW_PROGRAMS_PER_SM = 4  # in backward; each program stores its sums over windows once
+WINDOW_PROGRAMS_PER_SM = 4  # in backward; a program adds the gradients of several windows and stores the sum once
 
 # ---- rotary embeddings ---------------------------------------------------------------------------------------------
 

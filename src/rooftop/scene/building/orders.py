@@ -13,7 +13,7 @@ from rooftop.scene.building.workers import CHUNK, Stage, chunks, give_back, shar
 BITS = 20  # bits of a Morton code for each axis
 HALF = 15  # `ordering` sorts twice; each sort uses this many bits of the key
 PARTS = 1 << HALF
-MOST_PIECES = 64  # maximum number of pieces of the faces; `ordering` counts each piece's faces in each part
+MOST_PIECES = 64  # maximum number of pieces into which the list of faces is cut
 
 
 def morton_codes(points: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:

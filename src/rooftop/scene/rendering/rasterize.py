@@ -311,7 +311,7 @@ def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32,
         none = wp.float64(0.0)
         near = wp.float64(views.lens[view, LENS_NEAR])
         corners = clip(polygon, kept, 3, wp.vec3d(none, none, wp.float64(1.0)), -near)
-        # `over` is the growth of the picture's width per unit of depth, `constant` the width at depth 0.
+        # At depth d, the view is `over` * d + `constant` wide, in units of the picture's width at depth 1.
         over = wp.float64(1.0)
         constant = wp.float64(0.0)
         if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:

@@ -20,7 +20,7 @@ from rooftop.scene.rendering.canvases import Canvas
 from rooftop.scene.streaming.pool import Pool
 
 LENS = 8  # numbers per view
-MOST_WORDS = 2**31 - 1  # maximum number of elements of a Warp array; `clusters.word_at` can read beyond this
+MOST_WORDS = 2**31 - 1  # length limit of a Warp array; kernels read later words by `clusters.word_at`
 STAGED_WORDS = 2**20  # size in words of each pinned buffer from which the device copies
 MOST_PAGES = 2**20  # maximum number of pages of a mesh: page and cluster take 31 bits of an entry
 
