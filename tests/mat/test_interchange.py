@@ -93,7 +93,7 @@ def test_channels_in_front_that_lie_last_in_memory() -> None:
     assert torch.equal(m.tensor("chw"), batch[1])
     front = torch.rand(3, 4, 5)
     with pytest.raises(
-        ValueError, match=r"are 80 bytes apart .*: x\.permute\(1, 2, 0\)\.contiguous\(\), passed without layout="
+        ValueError, match=r"are 80 bytes apart .*: copy the array by x\.permute\(1, 2, 0\)\.contiguous\(\), passed without layout="
     ):
         Mat(front, layout="chw")
     assert torch.equal(Mat(front.permute(1, 2, 0).contiguous()).tensor("chw"), front)
@@ -133,7 +133,7 @@ def test_a_type_says_what_the_last_dimension_is() -> None:
 
 ARRAY = np.zeros((6, 8, 3), np.uint8)
 REFUSED = {
-    "reversed rows": (ARRAY[::-1], r"dimension 0 of \(6, 8\) is reversed: .*Copy the array by np.ascontiguousarray\(array\)"),
+    "reversed rows": (ARRAY[::-1], r"dimension 0 of \(6, 8\) is reversed: .*opy the array by np.ascontiguousarray"),
     "RGB of BGR": (ARRAY[..., ::-1], "-1 bytes apart"),
     "one channel": (ARRAY[..., 0], "dimension 1 of .* is not contiguous: a step of 3 bytes"),
     "two channels of three": (ARRAY[..., :2], "is not contiguous: a step of 3 bytes, where a Mat needs 2"),

@@ -269,7 +269,7 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
         except Exception as error:
             cause = error.__cause__ or error
             looks = type(cause).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
-            # `.numpy()` and `.tolist()` raise "... is not supported", C++ code that reads values "... not allocated yet"
+            # `.numpy()` and `.tolist()` raise "... not supported", C++ code that reads values "... not allocated yet"
             looks = looks or "() is not supported for tensor subclasses" in str(cause)
             if looks or "its data is not allocated yet" in str(cause):
                 raise InputError(

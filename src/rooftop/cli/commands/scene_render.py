@@ -83,7 +83,8 @@ the centre of the first pixel at (0, 0).
 )
 @click.option(
     "--path", type=click.Path(path_type=Path), metavar="JSON",
-    help="Camera path recorded by `rooftop scene view`. Renders 30 pictures for each second of the path, or --frames in total.",
+    help="Camera path recorded by `rooftop scene view`. Renders 30 pictures for each second of the path, or --frames "
+    "in total.",
 )  # fmt: skip
 @click.option(
     "--near",

@@ -208,7 +208,7 @@ def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for key, now in keys.items():
         first, *inner = now.split(".")
         name = ".".join([first, *(each for each in inner[:-1] if f"{each}." not in WRAPPERS), *inner[-1:]])
-        if name in found and name.rpartition(".")[2] != COUNT:  # an averaged model inside another one has its own counter
+        if name in found and name.rpartition(".")[2] != COUNT:  # averaged models may be nested, each with a counter
             raise WeightsError(f"has {found[name]} and {key}, which both mean {name}: save only one of them")
         found.setdefault(name, key)
     return {name: tensors[key] for name, key in found.items()}
