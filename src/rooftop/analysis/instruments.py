@@ -30,7 +30,7 @@ from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.compiled.graphs import CompiledGraph
 from rooftop.analysis.compiled.joining import join_compiled
 from rooftop.analysis.compiled.reconstruction import listed_tensors
-from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, kernels_by_label
+from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, is_transfer, kernels_by_label
 from rooftop.analysis.kernel_times import KernelTimes, in_launch_order
 from rooftop.cost import CountingMode, Record
 from rooftop.cost.accounting import FREE
@@ -67,6 +67,11 @@ class Plain:
     loading_ms: float
     compiled: bool
     launched: tuple[float, ...] = ()
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the step copies between host and device memory."""
+        return any(is_transfer(kernel.name) for kernel in self.kernels)
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ def _disturbances(ceilings: Ceilings, profile: Profile) -> list[str]:
     """One line that names those ceilings of the step whose measurement was disturbed; empty if there are none."""
     used = {"memory", "launches"}.union(
         *(op.record.cost.flops for op in profile.operators if op.record.cost is not None),
-        {"transfers"} if any("HtoD" in k.name or "DtoH" in k.name for k in profile.plain.kernels) else (),
+        {"transfers"} if profile.plain.has_transfers else (),
     )
     disturbed = ceilings.disturbed_of(used)
     if not disturbed:
