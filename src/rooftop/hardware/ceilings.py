@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib import resources
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from rooftop.errors import CeilingsFileError
 from rooftop.hardware.figures import PRECISIONS, Raise, memory_figure, part_in_words
+from rooftop.user_paths import user_path
 from rooftop.whole_files import write_whole
 from rooftop.words import did_you_mean
 
@@ -269,7 +269,7 @@ class Ceilings:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON form completely or not at all."""
-        write_whole(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+        write_whole(user_path(path), json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Ceilings:
@@ -280,7 +280,7 @@ class Ceilings:
             CeilingsFileError: the file does not hold ceilings.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(json.loads(user_path(path).read_text(encoding="utf-8")))
         except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
             raise CeilingsFileError(
                 f"{os.fspath(path)} is not a usable ceilings file ({error}); "
@@ -346,7 +346,7 @@ def ceilings_of(machine: str | os.PathLike[str]) -> Ceilings:
     if str(machine) in known_machines():
         file = resources.files("rooftop.hardware") / "machines" / f"{machine}.json"
         return Ceilings.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    if not Path(machine).is_file():
+    if not user_path(machine).is_file():
         raise ValueError(
             f"{os.fspath(machine)!r} is neither a known machine ({', '.join(known_machines())}) nor a ceilings "
             f"file{did_you_mean(machine, known_machines())}; create a file on that machine with: rooftop ceilings -o "
