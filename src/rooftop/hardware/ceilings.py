@@ -11,7 +11,6 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from importlib import resources
 from itertools import accumulate
@@ -21,7 +20,7 @@ from rooftop.errors import CeilingsFileError
 from rooftop.hardware.figures import PRECISIONS, Raise, memory_figure, part_in_words
 from rooftop.user_paths import user_path
 from rooftop.whole_files import write_whole
-from rooftop.words import did_you_mean
+from rooftop.words import did_you_mean, utc_now
 
 FORMAT = 2
 FORMATS = (1, 2)  # format 1 had no rates of casts and updates, no sustained rates and no causes of raised ceilings
@@ -218,8 +217,7 @@ class Ceilings:
         """
         if before == after:
             return self
-        at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return replace(self, raises=(*self.raises, Raise(figure, before, after, by, at)), **changes)
+        return replace(self, raises=(*self.raises, Raise(figure, before, after, by, utc_now())), **changes)
 
     def require_kind(self, kind: str) -> None:
         """Check that a step on this kind of device can be compared with these ceilings.
