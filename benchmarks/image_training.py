@@ -55,12 +55,11 @@ import numpy as np
 import psutil
 import torch
 from mapping import CORES, crop, sources
-from programs import Results
+from programs import Results, imported
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
-from models import imported
 from rooftop.data import Part as PartOfSamples
 from rooftop.data.device_images import EncodedImages
 from rooftop.data.handing_over import Copies

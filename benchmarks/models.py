@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import importlib
 import os
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from programs import imported
 from torch import Tensor, nn
 
 import rooftop
@@ -231,16 +231,6 @@ def replays(work: Work) -> dict[str, Call]:
             torch.cuda.synchronize()
             work.absent[name + REPLAYED] = f"cannot be captured: {str(error).splitlines()[0]}"
     return found
-
-
-def imported(name: str) -> Any:
-    """The module, or a message that says why it cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        return f"not installed: {error.name}"
-    except RuntimeError as error:  # such as torchvision built for CUDA with a torch built for the CPU
-        return f"cannot be imported: {str(error).splitlines()[0]}"
 
 
 def relative(theirs: Tensor, ours: Tensor) -> float:

@@ -1,7 +1,9 @@
-"""The programs that several benchmarks run, and the result file that the benchmarks write case by case."""
+"""The programs that several benchmarks run, the libraries that they compare with, and the result file that they write
+case by case."""
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,6 +80,16 @@ def gpt2_step(
     ids = torch.randint(config.vocab_size, (batch, tokens), device=device)
     labels = {"labels": ids} if train else {}
     return Step(model, (ids,), labels, {"train": True, "loss": lambda out: out.loss} if train else {})
+
+
+def imported(name: str) -> Any:
+    """The module, or a message that says why it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return f"not installed: {error.name}"
+    except (ImportError, OSError, RuntimeError) as error:  # such as a build for another CUDA, torch or Python
+        return f"cannot be imported: {str(error).splitlines()[0]}"
 
 
 class Results:

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import tempfile
 import time
@@ -50,6 +49,7 @@ import torch
 import trimesh
 from scene_brute_force import BruteForce
 from scene_rays import Rays
+from scene_rows import picture_size, waited, writer
 from scene_trees import DISTANCES, NARROWEST, PIXELS_SEEN, WIDEST, covered, grove, tree
 
 from rooftop import scene
@@ -466,27 +466,9 @@ CASES = {
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def waited(call: Callable[[], object]) -> float:
-    """Milliseconds until the call's result is available."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    took = 1e3 * (time.perf_counter() - start)
-    del result
-    return took
-
-
 def middle(took: list[float]) -> float:
     """The median of the second half, since frames of the first half may compile kernels and grow lists."""
     return round(statistics.median(took[len(took) // 2 :]), 4)
-
-
-def sizes(text: str) -> tuple[int, int]:
-    width, height = map(int, text.split("x"))
-    return width, height
 
 
 def main() -> int:
@@ -495,7 +477,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rocks", nargs="+", type=int, default=[122, 1221, 12_208, 122_071])
     parser.add_argument("--detail", type=int, default=6, help="detail of the rocks; each has 20 * 4^DETAIL triangles")
-    parser.add_argument("--sizes", nargs="+", type=sizes, default=[(1920, 1080), (3840, 2160)])
+    parser.add_argument("--sizes", nargs="+", type=picture_size, default=[(1920, 1080), (3840, 2160)])
     parser.add_argument("--kernels", nargs="+", default=["warp", "cuda"])
     parser.add_argument(
         "--details", nargs="+", type=int, default=[5, 7, 9], help="values of DETAIL for the finer rocks"
@@ -522,13 +504,7 @@ def main() -> int:
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     found: dict[str, Any] = {"environment": {"device": ceilings.device, "versions": ceilings.versions}}
     found |= {"rows": [], "failed": {}}
-
-    def row(values: dict[str, Any]) -> None:
-        found["rows"].append(values)
-        print(json.dumps(values), flush=True)
-        if options.out:
-            write_json(options.out, found)
-
+    row = writer(found, options.out)
     for name in options.only:
         try:
             CASES[name](options, row)

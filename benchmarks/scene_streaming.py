@@ -26,13 +26,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from scene_rows import picture_size, timed, waited, writer
 
 from rooftop import scene
 from rooftop.hardware import ceilings_of, measure_ceilings
@@ -129,7 +130,7 @@ def frames(
         renderer.render(camera, ("depth",))
     took, shown, stats, holes, prefetching = [], [], [], 0, []
     for at, camera in enumerate(cameras):
-        frame, ms = waited(lambda c=camera: renderer.render(c, ("depth",), wait=wait))
+        frame, ms = timed(lambda c=camera: renderer.render(c, ("depth",), wait=wait))
         took.append(ms)
         stats.append(frame.stats.streaming)
         if depths is None:
@@ -137,7 +138,7 @@ def frames(
         else:
             holes += holes_in(frame["depth"][0].cpu(), depths[at], stats[-1].error_pixels)
         if depths is not None and not wait and at + 1 < len(cameras):
-            prefetching.append(waited(lambda n=at: renderer.prefetch(cameras[n + 1 : n + 1 + AHEAD : 3]))[1])
+            prefetching.append(waited(lambda n=at: renderer.prefetch(cameras[n + 1 : n + 1 + AHEAD : 3])))
     row: dict[str, Any] = {"what": name, "p50_ms": percentile(took, 50), "p99_ms": percentile(took, 99)}
     row |= {"most_ms": round(max(took), 4)}
     if depths is not None:
@@ -166,7 +167,7 @@ def first_picture(options: argparse.Namespace, files: Sequence[Path], camera: sc
     world = world_of(files)
     dropped = drop_caches(files)
     renderer = scene.Renderer(world, options.device, pool_bytes=options.pool)
-    frame, ms = waited(lambda: renderer.render(camera, ("depth",)))
+    frame, ms = timed(lambda: renderer.render(camera, ("depth",)))
     stats = frame.stats.streaming
     count, size = stats.loaded, stats.loaded_bytes
     dropped = drop_caches(files) and dropped
@@ -214,18 +215,7 @@ def uploaded_alone(pages: int, device: str) -> float:
     """Seconds to copy this many pages to the device, for a GPU from pinned memory."""
     staged = torch.ones(layouts.PAGE_BYTES // 4, dtype=torch.int32, pin_memory=device == "cuda")
     there = torch.empty(64, len(staged), dtype=torch.int32, device=device)
-    return waited(lambda: [there[k % 64].copy_(staged, non_blocking=True) for k in range(pages)])[1] / 1e3
-
-
-def waited(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of a call, and the milliseconds until it is available."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return result, 1e3 * (time.perf_counter() - start)
+    return waited(lambda: [there[k % 64].copy_(staged, non_blocking=True) for k in range(pages)]) / 1e3
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -245,11 +235,6 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def size(text: str) -> tuple[int, int]:
-    width, height = map(int, text.split("x"))
-    return width, height
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -262,7 +247,7 @@ def main() -> int:
     parser.add_argument("--pool", type=int, default=2_000_000_000, help="bytes")
     parser.add_argument("--frames", type=int, default=600)
     parser.add_argument("--speed", type=float, default=0.004, help="seconds along the path from one frame to the next")
-    parser.add_argument("--size", type=size, default=(1920, 1080))
+    parser.add_argument("--size", type=picture_size, default=(1920, 1080))
     parser.add_argument("--quick", action="store_true", help="a small run on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
@@ -275,13 +260,7 @@ def main() -> int:
         options.pool, options.frames, options.speed, options.size = 20 * layouts.PAGE_BYTES, 16, 0.2, (240, 180)
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     found: dict[str, Any] = {"environment": {"device": ceilings.device, "versions": ceilings.versions}, "rows": []}
-
-    def row(values: dict[str, Any]) -> None:
-        found["rows"].append(values)
-        print(json.dumps(values), flush=True)
-        if options.out:
-            write_json(options.out, found)
-
+    row = writer(found, options.out)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

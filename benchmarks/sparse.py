@@ -36,6 +36,7 @@ from typing import Any
 import sparse_surfaces
 import torch
 import torch.nn.functional as F
+from programs import imported
 from sparse_networks import bounded, in_spconv, network_cost, settle
 from torch import Tensor, nn
 
@@ -201,16 +202,6 @@ def main() -> int:
     if found["failed"]:
         print("failed:", *found["failed"])
     return 1 if found["failed"] else 0
-
-
-def imported(name: str) -> Any:
-    """The module, or a message that says why it cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        return f"not installed: {error.name}"
-    except (ImportError, OSError, RuntimeError) as error:  # such as a build for another CUDA or Python
-        return f"cannot be imported: {str(error).splitlines()[0]}"
 
 
 def version_of(package: str) -> str:

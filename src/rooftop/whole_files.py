@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 
 @contextmanager
@@ -23,9 +23,9 @@ def whole_file(target: Path) -> Iterator[Path]:
     """
     place = target.resolve()
     direct = place.exists() and not place.is_file()
-    # the suffix stays the last one, because libraries choose the format by it
-    writer = threading.get_native_id()  # unlike a process id, it differs between threads
-    temporary = place if direct else place.with_name(f".{place.stem}.{writer}.tmp{place.suffix}")
+    # The suffix stays the last one, because libraries choose the format by it. The number is random, because threads of
+    # two containers or machines may have the same id.
+    temporary = place if direct else place.with_name(f".{place.stem}.{token_hex(4)}.tmp{place.suffix}")
     try:
         yield temporary
         if not direct:

@@ -1,9 +1,10 @@
-"""Text for messages: counts, one-line errors, and suggestions for misspelt names."""
+"""Text for messages and reports: counts, one-line errors, the time, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from difflib import SequenceMatcher
 
 MOST_MEANT = 3
@@ -41,6 +42,11 @@ def _message(error: object) -> str:
 def in_a_line(error: object) -> str:
     """An error's type, and the first line of its message: "ValueError: expected 3 channels, got 4"."""
     return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+
+
+def utc_now() -> str:
+    """The current time in ISO 8601, such as "2026-01-31T23:59:59Z"."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def did_you_mean(given: object, names: Iterable[str]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from rooftop.analysis.advice.autocast import cast_host_ms, under_autocast
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.repeating import AS_IT_WAS, Form, Times, tensor_like, times_again
 from rooftop.cost import CallSpec, CountingMode, Record, TensorSpec
-from rooftop.hardware.kernel_times import Variant
 
 CASTS = {"aten::_to_copy", "aten::copy_", "aten::detach", "aten::empty", "aten::t", "aten::view", "aten::transpose"}
 
@@ -304,28 +302,6 @@ def test_a_convolution_that_was_not_timed_gains_as_others_of_its_kind(monkeypatc
         for spec, ms in zip(found, (30.0, 2.0, 20.0, 1.0), strict=True)
     ]
     assert list(repeated_ratios(operators, Form(channels_last=True), CPU).values()) == [0.5, 1.0, 0.5, 1.0]
-
-
-def test_calls_are_timed_between_markers_on_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    second, current = torch.device("cuda", 1), [torch.device("cuda", 0)]
-
-    @contextmanager
-    def on(device: torch.device) -> Iterator[None]:
-        current.append(device)
-        yield
-        current.pop()
-
-    def timed(variants: list[Variant], device: torch.device) -> list[list[tuple[float, ...]]]:
-        assert current[-1] == device
-        return [[(1.0,)] for _ in variants]
-
-    monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(repeating, "kernel_times", timed)
-    monkeypatch.setattr(repeating._Repeated, "accepted", lambda call: True)
-    with CountingMode() as counted:
-        torch.ones(8, 8) @ torch.ones(8, 8)
-    (spec,) = specs(counted.records)
-    assert repeating._times_on_gpu([repeating._Repeated(spec, AS_IT_WAS, second)], second, 1) == [Times(1.0, 1.0)]
 
 
 @pytest.mark.gpu

@@ -29,6 +29,12 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "models.py"
 Run = Callable[..., tuple[int | str | None, dict[str, Any]]]
 
 
+@pytest.fixture(autouse=True)
+def scripts_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script imports other scripts of its folder, as when Python runs it."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torchvision_models: ModuleType) -> Run:
     """Run the script for a moment; return its exit status and its file."""

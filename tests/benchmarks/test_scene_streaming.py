@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -33,9 +35,8 @@ def test_a_quick_run_streams_without_holes(
     assert set(found["judged"]["goals"]) <= set(found["judged"])
 
 
-def test_a_rock_is_closed() -> None:
-    rock = runpy.run_path(str(SCRIPT))["rock"]
-    vertices, faces = rock(3000, 1)
+def test_a_rock_is_closed(script: Callable[[str], ModuleType]) -> None:
+    vertices, faces = script("scene_streaming").rock(3000, 1)
     _, welded = np.unique(vertices.round(9), axis=0, return_inverse=True)
     edges = np.sort(welded.ravel()[faces][:, [[0, 1], [1, 2], [2, 0]]].reshape(-1, 2), axis=1)
     assert (np.unique(edges, axis=0, return_counts=True)[1] == 2).all()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from rooftop.errors import MeasurementError
+from rooftop.hardware import kernel_times as kernel_times_module
 from rooftop.hardware.kernel_times import MARKER, Variant, joined, kernel_times
 
 
@@ -87,6 +91,28 @@ def test_only_work_of_the_device_counts() -> None:
 def test_lost_records_are_an_error_and_never_a_figure(names: tuple[str, ...]) -> None:
     with pytest.raises(MeasurementError, match=r"the profiler recorded \d of 2 calls.*rooftop doctor"):
         joined(stream(*names), [1, 1])
+
+
+def test_calls_and_markers_run_on_the_gpu_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    second, current, ran = torch.device("cuda", 1), [torch.device("cuda", 0)], list[tuple[str, torch.device]]()
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def runs(what: str) -> Callable[..., None]:
+        return lambda *args: ran.append((what, current[-1]))
+
+    names = SimpleNamespace(events=stream(M, "a", M))
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "synchronize", runs("wait"))
+    monkeypatch.setattr(kernel_times_module, "Trace", lambda device, host: nullcontext(names))
+    monkeypatch.setitem(sys.modules, "rooftop.hardware.bandwidth_kernels", SimpleNamespace(marker=runs(M)))
+    assert kernel_times([Variant(runs("a"), repeats=1)], second) == [[(0.001,)]]
+    assert ran == [(what, second) for what in (M, "wait", M, "a", M)]
+    assert current == [torch.device("cuda", 0)]
 
 
 @pytest.mark.gpu

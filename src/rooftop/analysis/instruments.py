@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any
@@ -30,11 +29,12 @@ from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.compiled.graphs import CompiledGraph
 from rooftop.analysis.compiled.joining import join_compiled
 from rooftop.analysis.compiled.reconstruction import listed_tensors
-from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, kernels_by_label
+from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, is_transfer, kernels_by_label
 from rooftop.analysis.kernel_times import KernelTimes, in_launch_order
 from rooftop.cost import CountingMode, Record
 from rooftop.cost.accounting import FREE
 from rooftop.hardware.traces import Label, Trace
+from rooftop.user_paths import user_path
 
 STEP_LABEL = "rooftop step"
 OPERATOR_LABEL = "rooftop operator "
@@ -67,6 +67,11 @@ class Plain:
     loading_ms: float
     compiled: bool
     launched: tuple[float, ...] = ()
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the step copies between host and device memory."""
+        return any(is_transfer(kernel.name) for kernel in self.kernels)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
     """
     if trace is None:
         return
-    path = Path(trace)
+    path = user_path(trace)
     # a folder, or a device file, which the profiler would replace by its own file
     special = path.exists() and not path.is_file()
     if special or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

@@ -32,6 +32,11 @@ class Kernel:
         return (self.end_ns - self.start_ns) / 1e6
 
 
+def is_transfer(kernel: str) -> bool:
+    """Whether a kernel with this name, such as "Memcpy HtoD (Pageable -> Device)", copies between host and device."""
+    return "HtoD" in kernel or "DtoH" in kernel
+
+
 def device_kernels(events: Iterable[Any]) -> list[Kernel]:
     """The kernels, copies and fills on the device, in order of start. The profiler's spans of labels are left out."""
     kernels = [

@@ -38,8 +38,8 @@ def machine_ceilings(profile: Profile, progress: Progress = lambda what, fractio
     also needs the rates between host and device. Only missing ceilings are measured now.
     """
     precisions = {"bf16"}.union(*(op.record.cost.flops for op in profile.operators if op.record.cost is not None))
-    copies = any("HtoD" in kernel.name or "DtoH" in kernel.name for kernel in profile.plain.kernels)
-    found = measure_ceilings(profile.device, progress=progress, precisions=precisions, transfers=copies, links=False)
+    transfers = profile.plain.has_transfers
+    found = measure_ceilings(profile.device, progress=progress, precisions=precisions, transfers=transfers, links=False)
     return raised_and_kept(found, profile.operators, profile.device)
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
 from rooftop.hardware.observing import LightMode
-from rooftop.words import in_a_line
+from rooftop.words import in_a_line, utc_now
 
 _predicting = threading.RLock()
 """This lock lets predictions in several threads run one after another. Each prediction restores globals and caches, and
@@ -144,7 +143,7 @@ def predict(
         target=name or step.name,
         mode="training" if train else "inference" if isinstance(target, nn.Module) else "callable",
         inputs=step.inputs,
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created=utc_now(),
         device={"kind": ceilings.kind, "name": ceilings.device},
         versions=dict(ceilings.versions),
         ceilings=ceilings.to_dict(),

@@ -75,8 +75,7 @@ def times_again(
 def _times_on_gpu(calls: Sequence[_Repeated], device: torch.device, repeats: int) -> list[Times | None]:
     accepted = [call.accepted() for call in calls]
     variants = [Variant(call.run, call.prepare, repeats) for call, good in zip(calls, accepted, strict=True) if good]
-    with torch.cuda.device(device):  # the markers between the calls run on the current device
-        runs = kernel_times(variants, device) if variants else []
+    runs = kernel_times(variants, device) if variants else []
     times = iter([[sum(kernels) for kernels in each] for each in runs])
     return [_times_of(next(times)) if good else None for good in accepted]
 

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from rooftop.analysis.formats import time_text
@@ -27,6 +26,7 @@ from rooftop.analysis.report_contents import (
 )
 from rooftop.errors import MissingExtraError
 from rooftop.hardware.ceilings import Ceilings
+from rooftop.user_paths import user_path
 from rooftop.whole_files import write_whole
 
 FORMAT = 1
@@ -111,7 +111,7 @@ class Report(ReportContents):
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON form."""
-        write_whole(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+        write_whole(user_path(path), json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Report:
@@ -122,7 +122,7 @@ class Report(ReportContents):
             ValueError: the file is not a report.
         """
         try:
-            plain = json.loads(Path(path).read_text(encoding="utf-8"))
+            plain = json.loads(user_path(path).read_text(encoding="utf-8"))
             if not isinstance(plain, dict):
                 raise ValueError(f"expected an object, got {type(plain).__name__}")
             return cls.from_dict(plain)
@@ -137,7 +137,7 @@ class Report(ReportContents):
         """
         from rooftop.analysis.page import render_page  # jinja2 takes a while to import
 
-        write_whole(Path(path), render_page(self.to_dict()))
+        write_whole(user_path(path), render_page(self.to_dict()))
 
     def __repr__(self) -> str:
         share = "predicted" if self.predicted else f"{self.summary.percent_of_roof:.1f}% of roof"

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from rooftop.analysis.report_contents import Gaps, ModuleNode, OperatorRow, Summ
 from rooftop.hardware import devices
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.page_faults import KEEP_MEMORY
-from rooftop.words import counted
+from rooftop.words import counted, utc_now
 
 MEMORY_POINTS = 2000
 """Largest number of points of the memory curve in a report."""
@@ -82,7 +81,7 @@ def report_of(
         target=target,
         mode=mode,
         inputs=tuple(describe_tensor(t).replace(":", " ") for t in inputs),
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created=utc_now(),
         device=_device(profile.device),
         versions=_versions(ceilings),
         ceilings=ceilings.to_dict(),
@@ -287,7 +286,7 @@ def _disturbances(ceilings: Ceilings, profile: Profile) -> list[str]:
     """One line that names those ceilings of the step whose measurement was disturbed; empty if there are none."""
     used = {"memory", "launches"}.union(
         *(op.record.cost.flops for op in profile.operators if op.record.cost is not None),
-        {"transfers"} if any("HtoD" in k.name or "DtoH" in k.name for k in profile.plain.kernels) else (),
+        {"transfers"} if profile.plain.has_transfers else (),
     )
     disturbed = ceilings.disturbed_of(used)
     if not disturbed:

@@ -30,6 +30,7 @@ from rooftop.analysis.script_surroundings import Surroundings, end_of_child, roo
 from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.traces import let_profiler_say_its_word
+from rooftop.user_paths import user_path
 from rooftop.words import in_a_line
 
 
@@ -80,7 +81,7 @@ def run_script(
         InputError: there is no such file.
         TypeError, ValueError, CeilingsFileError: as for `rooftop.recording`.
     """
-    script = Path(path)
+    script = user_path(path)
     if not script.is_file():
         raise InputError(f"{os.fspath(path)}: no such script")
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from rooftop.cluster.arrow import load_arrow
 from rooftop.errors import InputError, MissingExtraError
+from rooftop.user_paths import user_path
 from rooftop.words import counted, did_you_mean, whole_message
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
     if kind is not None:
         Decoding(kind)  # this raises for an unknown kind
     found: dict[Path, None] = {}
-    for path in map(Path, inputs):
+    for path in map(user_path, inputs):
         if path.is_dir():
             wanted = suffixes(kind or "path")
             inside = [each for each in _files_below(path) if kind == "path" or each.suffix.lower() in wanted]

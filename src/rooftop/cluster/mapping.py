@@ -32,6 +32,7 @@ from rooftop.cluster.tables import Failure, is_settled, to_batch
 from rooftop.cluster.targets import Target, callable_target
 from rooftop.cluster.working import Chunk, Job, Outcome
 from rooftop.errors import InputError
+from rooftop.user_paths import user_path
 from rooftop.words import counted
 
 CHUNK_S = 0.5  # target seconds of work per chunk: much longer than sending a message, but cheap to repeat
@@ -231,11 +232,12 @@ def map_items(
             raise InputError(f"{made.name} accepts photographs, not items of kind {kind}")
         kind = "image"
     kind, files = find_inputs(inputs, kind)
-    if Path(out).is_dir() and (own := _inside(files, Path(out))) is not None:
+    folder = user_path(out)
+    if folder.is_dir() and (own := _inside(files, folder)) is not None:
         raise InputError(f"the input {own} is in {out}, the folder of the results: give another name")
     decoding = Decoding(kind, frames, step, stride, point_columns)
     arguments = {**decoding.arguments(), **made.arguments}
-    with Parts(Path(out), made.name, arguments, retry_errors) as parts:
+    with Parts(folder, made.name, arguments, retry_errors) as parts:
         if parts.columns is None and made.columns is not None:
             parts.settle(made.columns)
         unread: list[str] = []

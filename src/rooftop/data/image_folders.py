@@ -20,6 +20,7 @@ from torch import Tensor
 from rooftop.data.image_transforms import Drawn, ImageTransform
 from rooftop.errors import InputError
 from rooftop.media.images import SUFFIXES, RgbPixels, pillow_image
+from rooftop.user_paths import user_path
 from rooftop.words import counted
 
 Transform = Callable[[Image.Image, np.random.Generator | None], Any]
@@ -48,7 +49,7 @@ class ImageFolder:
     """
 
     def __init__(self, root: str | os.PathLike[str], transform: Transform | None = None) -> None:
-        self.root, self.transform = Path(root), transform
+        self.root, self.transform = user_path(root), transform
         if not self.root.is_dir():
             raise InputError(f"{root} is not a folder")
         folders = sorted(each.name for each in os.scandir(self.root) if each.is_dir() and not each.name.startswith("."))

@@ -30,6 +30,7 @@ from rooftop.data.image_folders import Transform, change, decode, read
 from rooftop.errors import InputError
 from rooftop.media.ahead import in_order
 from rooftop.media.images import SUFFIXES
+from rooftop.user_paths import user_path
 
 IMAGE = "image"
 """The name in `fields` that means the photograph, whatever its suffix."""
@@ -287,11 +288,11 @@ def _parted(name: str) -> tuple[str, str]:
 
 def _shards(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
     if not isinstance(paths, (str, os.PathLike)):
-        found = [Path(each) for path in paths for each in (_spread(path) if isinstance(path, str) else [path])]
-    elif os.path.isdir(paths):
-        found = sorted(Path(paths).glob("*.tar"))
+        found = [each for path in paths for each in (_spread(path) if isinstance(path, str) else [user_path(path)])]
+    elif os.path.isdir(folder := user_path(paths)):
+        found = sorted(folder.glob("*.tar"))
     else:
-        found = [Path(each) for each in _spread(os.fspath(paths))]
+        found = _spread(os.fspath(paths))
     if not found:
         raise InputError(f"{paths}: no tar files found; compressed ones, such as .tar.gz, must be unpacked first")
     for path in found:
@@ -300,11 +301,13 @@ def _shards(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
     return found
 
 
-def _spread(text: str) -> list[str]:
+def _spread(text: str) -> list[Path]:
     """Expand a pattern to paths: number ranges in braces, as in a shell, or * and ?."""
     ranged = re.search(r"\{(\d+)\.\.(\d+)\}", text)
     if ranged is not None:
         first, last = ranged[1], ranged[2]
         numbers = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
         return [path for number in numbers for path in _spread(text[: ranged.start()] + number + text[ranged.end() :])]
-    return sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
+    text = os.path.expanduser(text)
+    names = sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
+    return [Path(name) for name in names]

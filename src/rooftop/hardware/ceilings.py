@@ -11,17 +11,16 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from importlib import resources
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from rooftop.errors import CeilingsFileError
 from rooftop.hardware.figures import PRECISIONS, Raise, memory_figure, part_in_words
+from rooftop.user_paths import user_path
 from rooftop.whole_files import write_whole
-from rooftop.words import did_you_mean
+from rooftop.words import did_you_mean, utc_now
 
 FORMAT = 2
 FORMATS = (1, 2)  # format 1 had no rates of casts and updates, no sustained rates and no causes of raised ceilings
@@ -218,8 +217,7 @@ class Ceilings:
         """
         if before == after:
             return self
-        at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return replace(self, raises=(*self.raises, Raise(figure, before, after, by, at)), **changes)
+        return replace(self, raises=(*self.raises, Raise(figure, before, after, by, utc_now())), **changes)
 
     def require_kind(self, kind: str) -> None:
         """Check that a step on this kind of device can be compared with these ceilings.
@@ -269,7 +267,7 @@ class Ceilings:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON form completely or not at all."""
-        write_whole(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+        write_whole(user_path(path), json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Ceilings:
@@ -280,7 +278,7 @@ class Ceilings:
             CeilingsFileError: the file does not hold ceilings.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(json.loads(user_path(path).read_text(encoding="utf-8")))
         except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
             raise CeilingsFileError(
                 f"{os.fspath(path)} is not a usable ceilings file ({error}); "
@@ -346,7 +344,7 @@ def ceilings_of(machine: str | os.PathLike[str]) -> Ceilings:
     if str(machine) in known_machines():
         file = resources.files("rooftop.hardware") / "machines" / f"{machine}.json"
         return Ceilings.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    if not Path(machine).is_file():
+    if not user_path(machine).is_file():
         raise ValueError(
             f"{os.fspath(machine)!r} is neither a known machine ({', '.join(known_machines())}) nor a ceilings "
             f"file{did_you_mean(machine, known_machines())}; create a file on that machine with: rooftop ceilings -o "

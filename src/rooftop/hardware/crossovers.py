@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 import torch
@@ -36,7 +35,7 @@ from rooftop.hardware.ceilings import Progress
 from rooftop.hardware.device import cpu, gpu, versions
 from rooftop.hardware.figures import DISTURBED_SPREAD
 from rooftop.hardware.timing import MEASURE_S, Timing, compare, measure
-from rooftop.words import counted, did_you_mean
+from rooftop.words import counted, did_you_mean, utc_now
 
 FORMAT = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -256,7 +255,7 @@ def measure_crossover(
         threads=torch.get_num_threads(),
         device=gpu(where.index or 0).name if where.type == "cuda" else cpu().name,
         versions=versions(),
-        measured_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        measured_at=utc_now(),
         points=tuple(points),
     )
 

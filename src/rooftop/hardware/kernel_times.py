@@ -49,23 +49,26 @@ class Variant:
 def kernel_times(variants: Sequence[Variant], device: torch.device) -> list[list[Kernels]]:
     """Durations of the kernels in each repetition of each variant, all from one profiler session.
 
+    The calls run while `device` is the current device, because the markers are launched there.
+
     Raises:
         MeasurementError: the profiler did not record all kernels.
     """
     from rooftop.hardware.bandwidth_kernels import marker
 
-    marker()  # compile the marker before the trace
-    torch.cuda.synchronize(device)
-    with Trace(device, host=False) as trace:
-        for variant in variants:
-            if variant.pause_s:
-                torch.cuda.synchronize(device)
-                time.sleep(variant.pause_s)
-            for _ in range(variant.repeats):
-                variant.prepare()
-                marker()
-                variant.run()
-                marker()
+    with torch.cuda.device(device):
+        marker()  # compile the marker before the trace
+        torch.cuda.synchronize()
+        with Trace(device, host=False) as trace:
+            for variant in variants:
+                if variant.pause_s:
+                    torch.cuda.synchronize()
+                    time.sleep(variant.pause_s)
+                for _ in range(variant.repeats):
+                    variant.prepare()
+                    marker()
+                    variant.run()
+                    marker()
     return joined(trace.events, [variant.repeats for variant in variants])
 
 

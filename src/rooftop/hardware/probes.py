@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from rooftop.hardware.conditions import Watch
 from rooftop.hardware.defaults import usual_defaults
 from rooftop.hardware.device import cpu, gpu, gpu_uuid, versions
 from rooftop.hardware.histories import History, Machine, Measurement
+from rooftop.words import utc_now
 
 
 def identity(device: torch.device) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def probe(device: torch.device, parts: Collection[str], progress: Progress) -> H
             samples, seconds = cpu_probes.probe_cpu(wanted, progress)
     progress("done", 1.0)
     conditions = {**watch.conditions, **{f"seconds {part}": taken for part, taken in seconds.items()}}
-    measurement = Measurement(now(), samples.figures, samples.spread, conditions)
+    measurement = Measurement(utc_now(), samples.figures, samples.spread, conditions)
     return History(machine, (measurement,))
 
 
@@ -105,8 +105,3 @@ def _readable(read: Callable[[], Any]) -> Any:
         return read()
     except RuntimeError:
         return None
-
-
-def now() -> str:
-    """The current time in UTC, ISO 8601."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftop.hardware import cupti
+from rooftop.user_paths import user_path
 
 # set before the profiler's first use: without this, its native part prints to stderr at each start
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -131,7 +132,7 @@ class Trace:
                 self.events = inner.kineto_results.events()
                 self.found = self._read(inner.kineto_results)
                 if self._save_to is not None:
-                    self._profiler.export_chrome_trace(os.fspath(self._save_to))
+                    self._profiler.export_chrome_trace(os.fspath(user_path(self._save_to)))
         finally:
             inner.kineto_results = None
             if self._device.type == "cuda":

@@ -12,9 +12,7 @@ import hashlib
 import io
 import json
 import re
-import uuid
 import warnings
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 
 from rooftop.errors import CompilationError, MissingExtraError
 from rooftop.launch.kernel_arguments import parameter_types
+from rooftop.whole_files import whole_file
 
 FORMAT = 1  # version of the file format
 
@@ -349,20 +348,15 @@ def _key(source: str, name: str, options: Options) -> str:
 
 
 def _save(binary: Binary, path: Path) -> None:
-    """Write a file atomically: one line of JSON with all attributes except the machine code, followed by the machine
-    code.
-    """
+    """Write a file: one line of JSON with all attributes except the machine code, followed by the machine code."""
     about = asdict(binary)
     cubin = about.pop("cubin")
     about["sha256"] = hashlib.sha256(cubin).hexdigest()
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # two processes may compile the same kernel
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(json.dumps(about).encode() + b"\n" + cubin)
-        partial.replace(path)
+        with whole_file(path) as partial:  # two processes may compile the same kernel
+            partial.write_bytes(json.dumps(about).encode() + b"\n" + cubin)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         warnings.warn(
             f"kernel {binary.name} could not be stored in {path.parent} ({error.strerror or error}) and will be "
             "compiled again next time: set ROOFTOP_CACHE to a writable folder",

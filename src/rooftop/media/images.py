@@ -39,6 +39,7 @@ from rooftop.media.ahead import in_order, usual_threads
 from rooftop.media.jpegs import ORIENTATION
 from rooftop.media.nvdec import gpu_of
 from rooftop.media.nvjpeg import NoImageDecoderError
+from rooftop.user_paths import user_path
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm"}
 MAX_PIXELS = 178_956_970  # 512 MiB of RGB, Pillow's own limit, which other libraries disable for the whole process
@@ -76,7 +77,7 @@ def find_images(paths: Sequence[ImagePath]) -> list[Path]:
     if isinstance(paths, (str, bytes, os.PathLike)):
         raise InputError(f"paths: expected a list of photographs and folders, got {paths!r}")
     found: list[Path] = []
-    for path in map(Path, paths):
+    for path in map(user_path, paths):
         if path.is_dir():
             inside = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
             if not inside:
@@ -173,7 +174,7 @@ def rgb_pixels(
 
 
 def _content_of(path_or_bytes: ImagePath | bytes | memoryview) -> bytes | memoryview:
-    return path_or_bytes if isinstance(path_or_bytes, (bytes, memoryview)) else Path(path_or_bytes).read_bytes()
+    return path_or_bytes if isinstance(path_or_bytes, (bytes, memoryview)) else user_path(path_or_bytes).read_bytes()
 
 
 def _reduce(image: Image.Image, reduction: Callable[[int, int], float] | None) -> None:
@@ -228,7 +229,7 @@ class ImageFile:
         """
         name = name or _name_of(path_or_bytes)
         with _errors_of(name):
-            content = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes).read_bytes()
+            content = path_or_bytes if isinstance(path_or_bytes, bytes) else user_path(path_or_bytes).read_bytes()
         with _opened(content, name) as image:
             against = nvjpeg.reason_against(image, content)
             return cls(name, content, (image.height, image.width), image.getexif().get(ORIENTATION, 1), against)
@@ -405,7 +406,7 @@ def _opened(path_or_bytes: ImagePath | bytes | memoryview, name: str | None = No
     with (
         _errors_of(name),
         Image.open(
-            path_or_bytes if isinstance(path_or_bytes, (str, os.PathLike)) else io.BytesIO(path_or_bytes)
+            user_path(path_or_bytes) if isinstance(path_or_bytes, (str, os.PathLike)) else io.BytesIO(path_or_bytes)
         ) as image,
     ):
         if image.width * image.height > MAX_PIXELS:

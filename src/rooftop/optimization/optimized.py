@@ -10,7 +10,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from rooftop.optimization import draws
 from rooftop.optimization.draws import Arguments, in_words, key_of, without_shapes
 from rooftop.rewrites.candidates import Candidate
 from rooftop.rewrites.splitting import OtherPathError
+from rooftop.user_paths import user_path
 from rooftop.whole_files import write_whole
 from rooftop.words import first_line
 
@@ -129,7 +129,7 @@ class Optimized:
             "after_ms": self.after_ms,
             "surroundings": self.surroundings,
         }
-        write_whole(Path(path), json.dumps(plan, indent=1) + "\n")
+        write_whole(user_path(path), json.dumps(plan, indent=1) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         """Everything except the module, the optimizer and `differs`, as numbers and text."""

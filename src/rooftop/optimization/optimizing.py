@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from rooftop.optimization.requirements import check_arguments, check_drawn, chec
 from rooftop.optimization.searching import Progress, Search
 from rooftop.rewrites import RULES, Candidate, Rule
 from rooftop.rewrites.candidates import set_mode
+from rooftop.user_paths import user_path
 from rooftop.words import did_you_mean, in_a_line
 
 GATE_SHARE = 0.25
@@ -207,7 +207,7 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
             "Rooftop's rules"
         )
     try:
-        plan = json.loads(Path(path).read_text(encoding="utf-8"))
+        plan = json.loads(user_path(path).read_text(encoding="utf-8"))
         version, names, surroundings = plan["version"], plan["rules"], plan.get("surroundings", {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is not a plan of rooftop.optimize ({type(error).__name__}: {error})") from error

@@ -28,6 +28,7 @@ from rooftop.scene import layouts
 from rooftop.scene.dependencies import PageNeeds
 from rooftop.scene.materials import IMAGES, TABLE, Material
 from rooftop.scene.pages import groups_of, heads_of, wrong_in_page
+from rooftop.user_paths import user_path
 
 Words = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -127,7 +128,7 @@ class Geometry:
             FileNotFoundError: the file does not exist.
             GeometryFileError: the file is damaged, or is not a geometry file.
         """
-        path = Path(path)
+        path = user_path(path)
         with path.open("rb") as file:
             if path.stat().st_size < layouts.HEADER_BYTES:
                 raise GeometryFileError(path, "it is shorter than the header of a geometry file", path.stat().st_size)

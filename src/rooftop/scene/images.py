@@ -6,8 +6,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
-from os import PathLike, fspath
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from PIL import Image
 
 from rooftop.errors import InputError
 from rooftop.scene.arguments import host_array, short
+from rooftop.user_paths import user_path
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -54,7 +54,7 @@ class Texture:
         if isinstance(image, Texture):
             return image
         if isinstance(image, str | PathLike):
-            path = Path(fspath(image))
+            path = user_path(image)
             if not path.is_file():
                 raise FileNotFoundError(f"there is no image {path}")
             return cls.of_bytes(path.read_bytes(), str(path))

@@ -24,6 +24,7 @@ from math import prod
 import torch
 
 from rooftop.analysis.instruments import MeasuredOperator
+from rooftop.analysis.kernel_join import is_transfer
 from rooftop.cost.roofs import roof
 from rooftop.hardware.ceilings import Ceilings
 
@@ -171,7 +172,7 @@ def _joins(op: MeasuredOperator) -> bool:
 
 def _crosses(op: MeasuredOperator) -> bool:
     """Whether an operator copies between host and GPU memory. A compiler cannot make such a copy part of a kernel."""
-    return any("HtoD" in kernel or "DtoH" in kernel for kernel in op.kernels)
+    return any(map(is_transfer, op.kernels))
 
 
 def _plain(op: MeasuredOperator) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from rooftop.errors import WeightsError
 from rooftop.models.weights.dialects import DETR, converted
 from rooftop.models.weights.files import load_into, read_weights
+from rooftop.user_paths import user_path
 
 if TYPE_CHECKING:
     from rooftop.models.detr.network import Detr
@@ -36,7 +37,7 @@ def detr_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return converted(tensors, DETR, "a DETR").tensors
 
 
-def load_detr_weights(model: Detr, path: Path) -> None:
+def load_detr_weights(model: Detr, path: str | Path) -> None:
     """Load a file of any known dialect into a DETR; the file must have every key, with the right shape.
 
     Raises:
@@ -44,6 +45,7 @@ def load_detr_weights(model: Detr, path: Path) -> None:
             classes.
         MissingExtraError: the file is a .safetensors file, and safetensors is not installed.
     """
+    path = user_path(path)
     tensors = read_weights(path)
     try:
         tensors = detr_state_dict(tensors)

@@ -22,6 +22,7 @@ from rooftop.scene.building.workers import Workers
 from rooftop.scene.building.writing import checked_target, renamed_when_done, write, write_pages
 from rooftop.scene.material_sections import material_sections
 from rooftop.scene.materials import IMAGES, Material, checked_materials
+from rooftop.user_paths import user_path
 
 # by default, each worker gets at least this many faces: building them takes as long as forking two processes
 FACES_OF_A_WORKER = 20_000
@@ -199,8 +200,8 @@ def build_file(
     if not isinstance(normals, str) or normals not in ("file", "smooth", "flat"):
         raise ValueError(f"normals={short(normals)}: expected 'file', 'smooth' or 'flat'")
     Workers.of(workers)  # a wrong number raises before the mesh is read
-    source = Path(mesh)
-    target = source.with_suffix(".rtg") if path is None else Path(path)
+    source = user_path(mesh)
+    target = source.with_suffix(".rtg") if path is None else user_path(path)
     if target.resolve() == source.resolve():
         raise InputError(f"{target} would overwrite the mesh that it is built from: choose another output")
     if source.is_file():

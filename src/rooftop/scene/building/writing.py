@@ -24,6 +24,7 @@ from rooftop.scene.building.trees import set_box, tree
 from rooftop.scene.building.workers import ALONE, Team, chunks, write_all
 from rooftop.scene.dependencies import PageNeeds
 from rooftop.scene.heads import head_words, packed
+from rooftop.user_paths import user_path
 from rooftop.whole_files import whole_file
 
 Ints = npt.NDArray[np.int64]
@@ -270,7 +271,7 @@ def checked_target(path: str | Path) -> Path:
         FileNotFoundError: the folder for the file does not exist.
         InputError: the path is a folder, a device or a pipe, or the folder is not writable.
     """
-    target = Path(path)
+    target = user_path(path)
     target = target.resolve() if target.is_symlink() else target
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into: create it")

@@ -31,6 +31,7 @@ from rooftop.train.checkpoints.saved_tensors import DTYPES, KINDS, Readable
 from rooftop.train.checkpoints.trainer_tensors import OPTIMIZER
 from rooftop.train.checkpoints.training_records import FORMAT, TrainingRecord
 from rooftop.train.checkpoints.trainings import open_tensors
+from rooftop.user_paths import user_path
 
 Progress = Callable[[str, float], None]
 
@@ -59,7 +60,7 @@ def convert(
             among `tensor_ranks` ranks.
         OSError: the new checkpoint cannot be written.
     """
-    out = Path(out)
+    out = user_path(out)
     check_new(out)
     layout = _layout(record.config, tensor_ranks)
     saved = open_tensors(record)

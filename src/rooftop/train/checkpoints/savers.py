@@ -45,6 +45,7 @@ from rooftop.train.checkpoints.training_records import described
 from rooftop.train.checkpoints.writing import WritingProcess, write_now
 from rooftop.train.gpt.trainer import GptTrainer
 from rooftop.train.replays import WARM_UP
+from rooftop.user_paths import user_path
 
 POLL_S = 0.005
 """Seconds between polls while ranks wait for a save."""
@@ -78,7 +79,7 @@ class Saver:
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"Saver: keep_last must be 1 or more, got {keep_last}")
-        self.folder = folder = Path(folder)
+        self.folder = folder = user_path(folder)
         self.trainer, self.asynchronous, self.keep_last = trainer, asynchronous, keep_last
         self.saved: Path | None = None
         self.bytes, self.blocked_s, self.written_s = 0, 0.0, 0.0

@@ -53,7 +53,7 @@ def saved_training(folder: str | Path) -> SavedTraining:
     Raises:
         InputError: the folder holds no training.
     """
-    record = read_record(Path(folder))
+    record = read_record(folder)
     return SavedTraining(record.folder, record.config, record.step, int(record.layout["tp"]), record.data.get("text"))
 
 
@@ -80,7 +80,7 @@ def load_trained_gpt(
         InputError: the folder has no training, or the checkpoint is damaged.
         ValueError: the ranks cannot split the heads or features.
     """
-    record = read_record(Path(folder))
+    record = read_record(folder)
     model = empty_gpt(record.config, device=device, dtype=dtype, group=group)
     saved = open_tensors(record)
     parameters = dict(model.named_parameters())

@@ -14,6 +14,7 @@ from rooftop.models.gpt.switches import GptConfig
 from rooftop.train.checkpoints.folders import OF_TASKS, TASK, TRAINING, last_step
 from rooftop.train.gpt.trainer import GptTrainer
 from rooftop.train.gpt.training import GptTraining
+from rooftop.user_paths import user_path
 
 FORMAT, OLDER_FORMAT = 2, 1
 HUGGING_FACE = "config.json"
@@ -108,7 +109,7 @@ class TrainingRecord:
 
 def holds_training(folder: str | Path) -> bool:
     """Whether a folder is the checkpoint folder of a training, or the folder of one of its steps."""
-    folder = Path(folder)
+    folder = user_path(folder)
     return (folder / TRAINING).is_file() or last_step(folder) is not None
 
 
@@ -121,7 +122,7 @@ def read_record(folder: str | Path) -> TrainingRecord:
     Raises:
         InputError: the folder holds no training, or its training.json is damaged or has an unknown format.
     """
-    folder = Path(folder)
+    folder = user_path(folder)
     found = folder
     try:
         found = last_step(folder) or folder

@@ -33,6 +33,7 @@ from rooftop.train.gpt.trainer import GptTrainer
 from rooftop.train.gpt.training import GptTraining
 from rooftop.train.tokens.mixtures import Mixture
 from rooftop.train.tokens.tokens import Tokens
+from rooftop.user_paths import user_path
 
 
 def save_training(folder: str | Path, trainer: GptTrainer, *, keep_last: int | None = None) -> Path:
@@ -63,7 +64,7 @@ def save_training(folder: str | Path, trainer: GptTrainer, *, keep_last: int | N
 
 def nothing_saved(folder: str | Path) -> bool:
     """Whether a folder does not exist, or has no step of a training."""
-    folder = Path(folder)
+    folder = user_path(folder)
     return not folder.exists() or (folder.is_dir() and last_step(folder) is None)
 
 

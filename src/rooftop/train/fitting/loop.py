@@ -53,6 +53,7 @@ from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.stopping import Stop, stop_on_signals
 from rooftop.train.tasks.calls import calling, check_task
 from rooftop.train.tasks.task import Task
+from rooftop.user_paths import user_path
 
 INTERVAL = 10  # number of steps whose results are read from a GPU at once
 COMPILER = "inductor"
@@ -113,7 +114,7 @@ def fit(
             stop = around.enter_context(stop_on_signals()) if out is not None else Stop()
         world = around.enter_context(join(settings=settings, device=device))
         around.enter_context(_settings_of_torch(recipe, world.device))
-        folder = None if out is None else RunFolder(Path(out), keep_last)
+        folder = None if out is None else RunFolder(user_path(out), keep_last)
         fitting = _Fitting(task, recipe, world, folder, identity, observers if world.rank == 0 else (), stop)
         try:
             return fitting.run(resume, save_every, interval or (INTERVAL if world.device.type == "cuda" else 1))

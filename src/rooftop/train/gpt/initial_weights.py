@@ -13,6 +13,7 @@ from rooftop.models.gpt.stages import GptStages
 from rooftop.models.gpt.weights import load_gpt_weights
 from rooftop.parallel.sharded_data import part_like
 from rooftop.train.checkpoints.folders import TRAINING, last_step
+from rooftop.user_paths import user_path
 
 
 def check_no_training(folder: str | Path) -> None:
@@ -21,7 +22,7 @@ def check_no_training(folder: str | Path) -> None:
     Raises:
         InputError: the folder holds a training.
     """
-    folder = Path(folder)
+    folder = user_path(folder)
     if (folder / TRAINING).is_file() or last_step(folder) is not None:
         raise InputError(
             f"{folder} holds a training of rooftop train gpt --save, not a model of Hugging Face: resume it with "

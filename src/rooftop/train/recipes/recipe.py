@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from rooftop.errors import InputError
+from rooftop.user_paths import user_path
 from rooftop.words import did_you_mean, nearest
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -304,7 +305,7 @@ class Recipe:
         Raises:
             InputError: the file cannot be read, is not TOML, or has a value that does not fit.
         """
-        path = Path(path)
+        path = user_path(path)
         if not path.exists() and not path.suffix:
             path, before = _published(path), None
         try:

@@ -48,6 +48,7 @@ from rooftop.train.recipes import Recipe, mixer
 from rooftop.train.tasks.finding import Values, over
 from rooftop.train.tasks.generated.digits import SCIKIT_LEARN, TRAINED_ON, digits
 from rooftop.train.tasks.task import Task
+from rooftop.user_paths import user_path
 
 Data = TypeVar("Data", ImageFolder, TarShards)
 
@@ -107,7 +108,7 @@ def classification(data: str | None, recipe: Recipe, family: Family) -> Task:
         TargetError: there is no such model.
         MissingExtraError: the data are digits, but scikit-learn is not installed.
     """
-    found = _digits(recipe) if data in (None, DIGITS) else _folder(Path(str(data)), recipe)
+    found = _digits(recipe) if data in (None, DIGITS) else _folder(user_path(str(data)), recipe)
     model, told = _model(recipe, family, found)
     alter = mixer(recipe.mix, told["options"]["num_classes"]) if recipe.mix.mixup or recipe.mix.cutmix else None
     return Task(

@@ -36,6 +36,7 @@ from rooftop.train.recipes import Recipe
 from rooftop.train.tasks.finding import Values, count_of, over
 from rooftop.train.tasks.generated.digits import SCIKIT_LEARN, TRAINED_ON, digits, moving_digits
 from rooftop.train.tasks.task import Task
+from rooftop.user_paths import user_path
 from rooftop.words import counted
 
 DIGITS = "digits"
@@ -109,7 +110,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
         )
         options = {"channels": 1, "every_frame": True, **options}
     else:
-        found = _videos(Path(str(data)), frames, side)
+        found = _videos(user_path(str(data)), frames, side)
         options = {"channels": 3, "every_frame": False, **options}
     network, told = _network(recipe, options)
     return Task(

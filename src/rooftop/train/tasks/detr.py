@@ -40,6 +40,7 @@ from rooftop.train.recipes import Recipe
 from rooftop.train.tasks.finding import Values, over
 from rooftop.train.tasks.generated import shapes
 from rooftop.train.tasks.task import Task
+from rooftop.user_paths import user_path
 from rooftop.words import counted
 
 BY_HEART, NEW = "shapes", "new-shapes"
@@ -103,7 +104,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
         MissingExtraError: scipy or pycocotools is needed and not installed.
     """
     generated = data in (None, BY_HEART, NEW)
-    found = _shapes(data == NEW, recipe) if generated else _folder(Path(str(data)), recipe)
+    found = _shapes(data == NEW, recipe) if generated else _folder(user_path(str(data)), recipe)
     model, told = _model(recipe, found, generated)
     criterion = SetCriterion(model.num_classes, no_object=0.3 if generated else 0.1)
     return Task(

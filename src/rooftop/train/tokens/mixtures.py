@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rooftop.errors import InputError
 from rooftop.train.tokens.tokens import Progress, Tokens, open_tokens
+from rooftop.user_paths import user_path
 
 OPTION = "--data-path"
 WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|[-+]?(nan|inf|infinity)$", re.IGNORECASE)
@@ -166,7 +167,7 @@ def _pairs(words: Sequence[str], option: str) -> tuple[list[Path], list[str] | N
     given = [bool(WEIGHT.match(word)) for word in words]
     said = f"{option} {' '.join(words)}"
     if not any(given) or (len(words) == 1 and Path(words[0]).exists()):
-        return [Path(word) for word in words], None
+        return [user_path(word) for word in words], None
     if given[-1] or any(map(all, pairwise(given))):
         at = next(n for n, weight in enumerate(given) if weight and (n + 1 == len(words) or given[n + 1]))
         raise InputError(
@@ -179,4 +180,4 @@ def _pairs(words: Sequence[str], option: str) -> tuple[list[Path], list[str] | N
             f"{said}: {words[at]} has no weight, but other paths have: expected a weight before each path, as in 0.7 "
             "A 0.3 B, or none"
         )
-    return [Path(word) for word in words[1::2]], [*words[::2]]
+    return [user_path(word) for word in words[1::2]], [*words[::2]]

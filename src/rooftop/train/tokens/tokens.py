@@ -29,6 +29,7 @@ from rooftop.errors import InputError
 from rooftop.train.tokens.number_widths import KINDS
 from rooftop.train.tokens.token_files import Integers, Numbers, array_numbers, binary_numbers, mapped
 from rooftop.train.tokens.token_tables import is_table, table_rows
+from rooftop.user_paths import user_path
 from rooftop.words import counted
 
 BYTES = 256
@@ -161,7 +162,7 @@ def open_tokens(path: str | Path, kind: str | None = None) -> Tokens:
     """
     if kind is not None and kind not in KINDS:
         raise ValueError(f"open_tokens: kind must be one of {', '.join(KINDS)} or None, got {kind!r}")
-    path = _data_of_index(Path(path))
+    path = _data_of_index(user_path(path))
     if path.suffix in NUMBERS and path.is_file():
         read: Callable[[Path, str | None], Numbers] = binary_numbers if path.suffix == ".bin" else array_numbers
         numbers = read(path, kind)
