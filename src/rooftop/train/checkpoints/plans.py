@@ -55,9 +55,7 @@ class Held:
         if shard is None:
             return cls(name, dtype, tuple(shape), (((0,) * len(shape), tuple(shape)),))
         if any(set(piece.box.strides) - {1} for piece in shard.pieces):
-            raise ValueError(
-                f"{name}: a checkpoint can store shards that are contiguous ranges of rows and columns, got {shard}"
-            )
+            raise ValueError(f"{name}: a checkpoint stores shards of contiguous rows and columns, got {shard}")
         whole = shard.pieces[0].box.shape if shard.pieces else tuple(shape)
         pieces = tuple((piece.box.start, piece.box.size) for piece in shard.pieces if prod(piece.box.size))
         return cls(name, dtype, whole, pieces)
