@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rooftop.kernels.operands.dtypes import in_words
 from rooftop.words import did_you_mean
 
-NUMBERS: tuple[type[Any], ...] = (int, float, torch.SymInt, torch.SymFloat)
+NUMBERS: tuple[type[Any], ...] = (int, float, torch.SymInt, torch.SymFloat, np.integer, np.floating)
 
 
 def check_tensors(
