@@ -101,6 +101,14 @@ def check_finite(name: str, argument: str, value: Any, expected: str = "a number
         raise ValueError(f"{name}: {argument} must be finite, got {value}")
 
 
+def finite_number(name: str, argument: str, value: Any, expected: str = "a number") -> Any:
+    """Check a number as `check_finite` does, and return it; a number of NumPy becomes one of Python, which kernels
+    accept.
+    """
+    check_finite(name, argument, value, expected)
+    return value.item() if isinstance(value, (np.integer, np.floating)) else value
+
+
 def is_integer(value: object) -> bool:
     """Whether a value is an integer, which may be symbolic, and not a bool."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
