@@ -389,7 +389,8 @@ def _checked(
     if isinstance(box, Box):
         (sizes, strides, offset), shape = box.index_map(), box.size
     elif isinstance(box, Sequence) and not isinstance(box, str):
-        if not all(isinstance(size, (int, torch.SymInt, np.integer)) for size in box):
+        # torch.jit.trace gives the sizes of a tensor as tensors
+        if not all(isinstance(size, (int, torch.SymInt, np.integer, Tensor)) for size in box):
             raise TypeError(f"{name}: the sizes of box must be ints, got {tuple(box)}")
         if any(size < 0 for size in box):
             raise ValueError(f"{name}: the sizes of box must not be negative, got {tuple(box)}")
