@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rooftop.cost.formulas.windows import _touched, touched_bytes
@@ -13,6 +13,8 @@ from rooftop.cost.formulas.windows import _touched, touched_bytes
 SMALL = st.integers(0, 6)
 
 
+@example(9, 5, 3, 2, 12, 12)  # the first of the three taps is in the padding for all windows
+@example(5, 1, 5, 2, 4, 2)
 @given(st.integers(0, 30), SMALL, SMALL, st.integers(1, 6), SMALL, st.integers(1, 4))
 def test_positions_under_windows(
     size: int, windows: int, kernel: int, stride: int, padding: int, dilation: int

@@ -402,6 +402,10 @@ def test_colours_have_three_values() -> None:
         Normalizer()(ImageTransform(8, normalize=False)(photograph(9, 9)))  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r'has mode "L": expected RGB, so call image\.convert\("RGB"\) first'):
         ImageTransform(16)(Image.new("L", (20, 20)))
+    image = photograph(20, 20)
+    with_alpha, without = (ImageTransform(16)(each) for each in (image.convert("RGBA"), image))
+    assert torch.equal(with_alpha, without)  # type: ignore[arg-type]
+    assert ImageTransform(16, mean=map(float, (0, 0, 0))).mean == (0.0, 0.0, 0.0)  # type: ignore[arg-type]
     for constants in ({"mean": (0.5,)}, {"std": (0.2, 0.2)}, {"std": (0.2, 0.0, 0.2)}):
         for make in (partial(ImageTransform, 16), Normalizer):
             with pytest.raises(InputError, match="expected three numbers each, and std above 0"):

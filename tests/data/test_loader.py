@@ -562,6 +562,7 @@ def test_parts_keep_draws_and_names() -> None:
     with pytest.raises(InputError, match="expected 0 to 11"):
         Part(failing, [12])
     assert len(Part(failing, [])) == 0
+    assert Part(failing, np.array([4, 5], object)).indices.tolist() == [4, 5]  # type: ignore[arg-type]
     for wrong in (np.arange(12) < 3, [0.0, 1.5], [[0, 1]]):
         with pytest.raises(InputError, match=r"expected a list of integers; for a mask, pass np\.flatnonzero\(mask\)"):
             Part(failing, wrong)  # type: ignore[arg-type]

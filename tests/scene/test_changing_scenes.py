@@ -161,6 +161,21 @@ def test_renderers_in_two_threads_compute_the_box_one_after_another(
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(scene)).bounds(), first)
 
 
+def test_a_scene_that_was_pickled_with_cached_bounds_is_unpickled(
+    cube: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first versions pickled the cached values, which do not include the lock."""
+    scene = Scene()
+    scene.add_instance(scene.add_mesh(cube))
+    before = scene.bounds()
+    del scene._bounds._lock
+    monkeypatch.delattr(WorldBounds, "__reduce__")
+    again = pickle.loads(pickle.dumps(scene))
+    np.testing.assert_array_equal(again.bounds(), before)
+    again.add_instance(0, np.diag((2.0, 2.0, 2.0, 1.0)))
+    np.testing.assert_array_equal(again.bounds(), 2 * np.array(before))
+
+
 def test_only_what_has_changed_is_sent(cube: Geometry, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     send = Placed._send

@@ -126,14 +126,16 @@ class ImageTransform:
         """Return the image as (3, size, size) float32 if `normalize` is set, else as `Pixels`.
 
         Args:
-            image: RGB, or (3, H, W) uint8 on the CPU.
+            image: RGB, or RGBA, whose alpha is ignored; or (3, H, W) uint8 on the CPU.
             generator: source of random numbers; None: no augmentation.
 
         Raises:
-            InputError: the image is not RGB, or the tensor has another shape or dtype.
+            InputError: the image is not RGB or RGBA, or the tensor has another shape or dtype.
         """
         if isinstance(image, Tensor):
             image = _image_of(image)
+        elif image.mode in ("RGBA", "RGBX"):
+            image = image.convert("RGB")  # without alpha
         elif image.mode != "RGB":
             raise InputError(f'the image has mode "{image.mode}": expected RGB, so call image.convert("RGB") first')
         return self.apply(image, self.draw(image.width, image.height, generator))

@@ -99,9 +99,10 @@ def colour_constants(mean: Sequence[float], std: Sequence[float]) -> tuple[tuple
     Raises:
         InputError: not three numbers each, or a standard deviation is not above 0.
     """
-    if len(mean) != 3 or len(std) != 3 or not all(value > 0 for value in std):
+    means, stds = tuple(mean), tuple(std)
+    if len(means) != 3 or len(stds) != 3 or not all(value > 0 for value in stds):
         raise InputError(f"mean is {mean!r} and std is {std!r}: expected three numbers each, and std above 0")
-    return tuple(mean), tuple(std)
+    return means, stds
 
 
 def _between(start: Tensor, end: Tensor, count: int) -> Tensor:

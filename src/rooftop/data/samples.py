@@ -83,6 +83,8 @@ class Part:
 
     def __init__(self, samples: Samples, indices: Sequence[int]) -> None:
         given = np.asarray(indices)
+        if given.dtype == object and all(isinstance(each, int | np.integer) for each in given.flat):
+            given = np.asarray(given.tolist())
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise InputError(
                 f"indices of shape {given.shape} and dtype {given.dtype}: expected a list of integers; for a mask, "

@@ -27,6 +27,10 @@ class WorldBounds:
         """Pickle and copy without the cached values; the copy computes them again."""
         return WorldBounds, ()
 
+    def __setstate__(self, state: object) -> None:
+        """Unpickle what an earlier version of Rooftop has pickled, which includes the cached values."""
+        self.__init__()  # type: ignore[misc]
+
     def of(self, instances: Instances, meshes: Sequence[Geometry]) -> Floats:
         """Return the lowest and highest corner (2, 3) of the box around all instances. There must be at least one
         instance.

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -489,6 +490,15 @@ def test_eps_must_be_a_finite_number(name: str, eps: Any, error: type[Exception]
     )
     with pytest.raises(error, match=f"^{name}: eps must be"):
         function(torch.zeros(2, 4), normalized_shape=4, eps=eps)
+
+
+@pytest.mark.parametrize("eps", [np.finfo(np.float32).eps, np.float16(1e-3), np.int64(1)])
+def test_eps_may_be_a_number_of_numpy(eps: Any) -> None:
+    x = torch.randn(2, 4)
+    for function in (layer_norm, rms_norm):
+        assert torch.equal(function(x, 4, eps=eps), function(x, 4, eps=float(eps)))
+    assert torch.equal(add_layer_norm(x, x, 4, eps=eps)[0], add_layer_norm(x, x, 4, eps=float(eps))[0])
+    assert torch.equal(add_rms_norm(x, x, 4, eps=eps)[0], add_rms_norm(x, x, 4, eps=float(eps))[0])
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -280,6 +281,19 @@ def test_cost_is_what_a_person_counts() -> None:
         *[(400, 1600, 1600)] * 2,
         (60, 0, 120),
     ]
+
+
+def test_numbers_and_sizes_of_numpy() -> None:
+    shape, half = tuple(np.array([2, 3])), np.float32(0.5)
+    assert torch.equal(random_uniform(shape, 7, low=half), random_uniform((2, 3), 7, low=0.5))
+    assert torch.equal(random_uniform(shape, 7, high=np.int64(2)), random_uniform((2, 3), 7, high=2.0))
+    assert torch.equal(random_normal(shape, 7, mean=half, std=half), random_normal((2, 3), 7, mean=0.5, std=0.5))
+    low, high = np.float32(-1), np.float32(1)
+    assert torch.equal(random_normal(shape, 7, low=low, high=high), random_normal((2, 3), 7, low=-1.0, high=1.0))
+    x = torch.ones(4, 8)
+    assert torch.equal(counter_dropout(x, half, 7), counter_dropout(x, 0.5, 7))  # type: ignore[arg-type]
+    sizes: Any = (torch.tensor(2), 3)
+    assert torch.equal(random_normal(sizes, 7), random_normal((2, 3), 7))
 
 
 FIVE = Box((4,) * 5, (1,) * 5, (2,) * 5)

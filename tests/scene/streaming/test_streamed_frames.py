@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import struct
+import sys
 import threading
 import zlib
 from collections import Counter, defaultdict
@@ -464,6 +465,11 @@ def test_a_pool_below_the_root_pages_is_refused_before_anything_is_allocated(
 def test_a_pool_that_is_no_number_of_bytes_is_refused(paged_ball: Geometry, pool_bytes: Any) -> None:
     with pytest.raises(ValueError, match=r"pool_bytes=.*expected an integer number of bytes"):
         Renderer(alone(paged_ball), "cpu", pool_bytes=pool_bytes)
+
+
+def test_a_pool_may_be_larger_than_any_memory(paged_ball: Geometry) -> None:
+    renderer = Renderer(alone(paged_ball), "cpu", pool_bytes=sys.maxsize)
+    assert renderer.render(flight(1)[0]).stats.streaming is not None
 
 
 # ---- memory, statistics, paths ---------------------------------------------------------------------------------------

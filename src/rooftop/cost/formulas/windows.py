@@ -47,6 +47,7 @@ def _touched(size: int, windows: int, kernel: int, stride: int, padding: int, di
     touched = bytearray(size)
     for tap in range(kernel):
         first = tap * dilation - padding
-        places = range(first if first >= 0 else first % stride, min(first + windows * stride, size), stride)
+        start = first if first >= 0 else first % stride
+        places = range(start, max(start, min(first + windows * stride, size)), stride)  # a slice must not end below 0
         touched[places.start : places.stop : stride] = b"\1" * len(places)
     return sum(touched)

@@ -23,7 +23,7 @@ from rooftop.kernels.norms.norms import check_norm, contiguous, shaped
 from rooftop.kernels.norms.sum_norms import AddLayerNorm, adds, flat_arguments
 from rooftop.kernels.norms.tables import CUDA, CUDA_LONG_WARPS
 from rooftop.kernels.operands.autocasting import result_dtype
-from rooftop.kernels.operands.checks import check_finite
+from rooftop.kernels.operands.checks import finite_number
 from rooftop.kernels.operands.cuda_texts import cuda_text
 from rooftop.kernels.operands.dtypes import CPP_TYPES
 from rooftop.kernels.operands.strided_rows import unit_columns
@@ -129,7 +129,7 @@ def add_layer_norm_cuda(
     """
     name, parameters = "add_layer_norm_cuda", {"weight": weight, "bias": bias, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
-    check_finite(name, "eps", eps)
+    eps = finite_number(name, "eps", eps)
     flat, (added, of_input, scale, shift) = flat_arguments(shape, input, residual, input_bias, weight, bias)
     dtype = result_dtype("layer_norm", input)
     y, total, _, _ = _add_layer_norm(flat, added, of_input, scale, shift, eps, dtype)

@@ -21,7 +21,7 @@ from rooftop.cost import Cost, distinct_bytes, precision_of
 from rooftop.kernels.norms import launches
 from rooftop.kernels.norms.plans import without_kernels
 from rooftop.kernels.operands.autocasting import result_dtype
-from rooftop.kernels.operands.checks import check_finite, check_shape, check_tensors
+from rooftop.kernels.operands.checks import check_shape, check_tensors, finite_number
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import device_facts
 from rooftop.kernels.operands.strided_rows import unit_columns
@@ -309,7 +309,7 @@ def layer_norm(
         ValueError: shapes or devices do not match, or eps is not finite.
     """
     shape = check_norm("layer_norm", normalized_shape, input, None, weight=weight, bias=bias)
-    check_finite("layer_norm", "eps", eps)
+    eps = finite_number("layer_norm", "eps", eps)
     dtype = result_dtype("layer_norm", input)
     y = _layer_norm(norm_rows(input, shape), one_row(weight), one_row(bias), eps, dtype)[0]
     return shaped(y, input)
@@ -350,8 +350,7 @@ def rms_eps(name: str, x: Tensor, eps: float | None) -> float:
     """
     if eps is None:
         return torch.finfo(accumulator_dtype(x.dtype)).eps
-    check_finite(name, "eps", eps, "a number or None")
-    return eps
+    return finite_number(name, "eps", eps, "a number or None")  # type: ignore[no-any-return]
 
 
 def norm_rows(x: Tensor, shape: tuple[int, ...]) -> Tensor:

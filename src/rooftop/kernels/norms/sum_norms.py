@@ -32,7 +32,7 @@ from rooftop.kernels.norms.norms import (
 )
 from rooftop.kernels.norms.plans import NormPlan, choose_backward, choose_forward, forward_call, gradients_of
 from rooftop.kernels.operands.autocasting import result_dtype
-from rooftop.kernels.operands.checks import check_finite
+from rooftop.kernels.operands.checks import finite_number
 from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.kernels.operands.strided_rows import unit_columns
 from rooftop.launch.fast_path import computed_on_cpu
@@ -230,7 +230,7 @@ def add_layer_norm(
             is not a number.
         ValueError: shapes or devices do not match, or eps is not finite.
     """
-    check_finite("add_layer_norm", "eps", eps)
+    eps = finite_number("add_layer_norm", "eps", eps)
     if _is_plain_sum(input, residual, normalized_shape, weight, bias, input_bias):
         total = add_reference(input, residual, input_bias)
         y = torch.nn.functional.layer_norm(total, input.shape[-1:], weight, bias, eps)

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rooftop.kernels.operands.dtypes import in_words
 from rooftop.words import did_you_mean
 
-NUMBERS: tuple[type[Any], ...] = (int, float, torch.SymInt, torch.SymFloat)
+NUMBERS: tuple[type[Any], ...] = (int, float, torch.SymInt, torch.SymFloat, np.integer, np.floating)
 
 
 def check_tensors(
@@ -98,6 +99,14 @@ def check_finite(name: str, argument: str, value: Any, expected: str = "a number
     check_number(name, argument, value, expected)
     if not abs(value) < math.inf:  # torch.compile does not support isfinite of a number that it treats as a variable
         raise ValueError(f"{name}: {argument} must be finite, got {value}")
+
+
+def finite_number(name: str, argument: str, value: Any, expected: str = "a number") -> Any:
+    """Check a number as `check_finite` does, and return it; a number of NumPy becomes one of Python, which kernels
+    accept.
+    """
+    check_finite(name, argument, value, expected)
+    return value.item() if isinstance(value, (np.integer, np.floating)) else value
 
 
 def is_integer(value: object) -> bool:

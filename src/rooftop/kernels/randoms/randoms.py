@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -388,8 +389,8 @@ def _checked(
     if isinstance(box, Box):
         (sizes, strides, offset), shape = box.index_map(), box.size
     elif isinstance(box, Sequence) and not isinstance(box, str):
-        # torch.jit.trace passes sizes as tensors without dimensions
-        if not all(isinstance(size, (int, torch.SymInt)) for size in box) and not torch._C._is_tracing():
+        # torch.jit.trace gives the sizes of a tensor as tensors
+        if not all(isinstance(size, (int, torch.SymInt, np.integer, Tensor)) for size in box):
             raise TypeError(f"{name}: the sizes of box must be ints, got {tuple(box)}")
         if any(size < 0 for size in box):
             raise ValueError(f"{name}: the sizes of box must not be negative, got {tuple(box)}")

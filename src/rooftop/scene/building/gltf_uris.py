@@ -32,6 +32,9 @@ def content_of(uri: str, document: Path, what: str) -> bytes:
         return base64.b64decode(uri.partition(",")[2])
     name = Path(os.path.normpath(unquote(uri)))
     if name.is_absolute() or name.parts[:1] == ("..",):
+        folder = document.parent.absolute()  # the name may lead back into this folder
+        name = Path(os.path.relpath(os.path.normpath(folder / name), folder))
+    if name.parts[:1] == ("..",):
         raise InputError(f"{what} {short(uri)}, which is outside the document's folder: put the file into that folder")
     file = document.parent / name
     if not os.path.isfile(file):  # isfile also returns False for a name that is too long

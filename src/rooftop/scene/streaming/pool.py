@@ -233,4 +233,4 @@ def checked_pool_bytes(pool_bytes: object) -> int | None:
         ValueError: the value is not a number of bytes.
     """
     what = "an integer number of bytes such as 2 * 10**9 (or None),"
-    return None if pool_bytes is None else whole_number("pool_bytes", pool_bytes, 1, 1 << 62, what)
+    return None if pool_bytes is None else whole_number("pool_bytes", pool_bytes, 1, 1 << 64, what)
