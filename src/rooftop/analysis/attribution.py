@@ -147,7 +147,7 @@ class ModuleTracker:
             yield
 
     def snapshot(self) -> ModuleTracker:
-        """A copy of this tracker's data about the present step; the copy is never active."""
+        """A copy of this tracker with its data about the present step. The copy never follows modules."""
         kept = ModuleTracker()
         kept.traffic = {scope: replace(traffic) for scope, traffic in self.traffic.items()}
         kept._optimizer_traffic = self.optimizer_traffic()
@@ -182,7 +182,7 @@ class ModuleTracker:
         return OptimizerTraffic(read, written, refuses)
 
     def observe(self, module: nn.Module | None, inputs: Any, output: Any) -> None:
-        """Count the inputs and outputs of one call of the root."""
+        """Add the inputs and outputs of one call of the root, `module`, to the root's traffic. None: add nothing."""
         if module is not None:
             self._add_traffic("", module, list(tensors_in(inputs)), list(tensors_in(output)))
 

@@ -1,4 +1,4 @@
-"""The data for the rules of advice: one measured step and its roofs."""
+"""The input of the rules that give advice: the measurements of one step, and the ceilings of its machine."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Findings:
-    """One step, as the input of the rules.
+    """The measurements of one step of a program, as the input of the rules that give advice.
 
     Attributes:
-        operators: the operators, in order of execution.
-        rows: the operators, grouped by name, phase, shapes and dtype.
-        summary, gaps: the step as a whole.
-        ceilings: ceilings to compare with.
-        plain: the run under the profiler alone; None if the step was not run.
-        host_ms: host time of the step; None if unknown.
-        best_ms: lower end of the wall time's interval; None if the step was not run.
-        optimizers: the optimizers that stepped and still exist.
-        refuses_capture: whether an optimizer, with its settings, refuses to run inside a CUDA graph.
+        operators: the operators that the step executed, in order.
+        rows: the rows of the report's table: operators with the same name, phase, shapes and dtype share a row.
+        summary: the times of the step as a whole.
+        gaps: the parts of the wall time above the step's roof.
+        ceilings: the highest rates of the machine, to compare the step with.
+        plain: the step's run under the profiler without labels; None if the step was not run.
+        host_ms: time that the host takes to launch the step; None if unknown.
+        best_ms: lower end of the interval of the step's wall time (see `Summary`); None if the step was not run.
+        optimizers: the optimizers whose `step` the program called and that still exist.
+        refuses_capture: whether one of these optimizers, with its settings, refuses to run inside a CUDA graph.
         traced_more_ms: additional busy time of the device if the program takes its code path for compilation or
             capture; None if the program then fails.
         host_work: bytes plus flops that the CPU processed in a step on a GPU.
@@ -61,7 +62,7 @@ class Findings:
 
     @property
     def noise_ms(self) -> float:
-        """The uncertainty of the wall time. Smaller gains would not be visible."""
+        """The uncertainty of the step's wall time in ms. A gain below this time would not be visible."""
         low_ms, high_ms = self.summary.wall_low_ms, self.summary.wall_high_ms
         if low_ms is None or high_ms is None:
             return 0.0
@@ -69,7 +70,8 @@ class Findings:
 
     @property
     def quiet_wall_ms(self) -> float:
-        """Wall time with the host at its fastest. The GPU then either runs kernels back to back or waits for the host.
+        """Wall time of the step in ms if other programs do not slow down the host. The GPU then either runs kernels
+        back to back or waits for the host.
 
         The GPU's time between two kernels of a stream is about the same as between two kernels of a CUDA graph.
         """
@@ -90,12 +92,13 @@ class Findings:
 
     @property
     def host_works(self) -> bool:
-        """Whether the CPU does more work in a step on a GPU than updating counters."""
+        """Whether the CPU computes more than counters in a step that runs on a GPU."""
         return self.host_work >= LEAST_WORK
 
     @property
     def said_of_tracing(self) -> str:
-        """Text to add to the evidence for compiling or capturing; "" if there is none."""
+        """A sentence for advice to compile or capture the step: how much more time its other operators then take. "" if
+        compiling or capturing does not change the operators."""
         if not self.traced_more_ms:
             return ""
         return (
@@ -109,7 +112,7 @@ class Findings:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the step's operators can be timed again here: the step ran, and it ran on this machine."""
+        """Whether the step's operators can be timed again in this process: the step ran, and it ran on this machine."""
         return self.plain is not None
 
     @property
@@ -117,8 +120,8 @@ class Findings:
         return self.ceilings.kind == "cuda"
 
     def undisturbed_ms(self, labelled_ms: float) -> float:
-        """Scale the time of operators in a step with profiler labels to a step without labels. Without labels, all
-        operators together take at most the device's busy time.
+        """Convert operators' time `labelled_ms`, measured in a step with profiler labels, to a step without labels.
+        Without labels, all operators together take at most the device's busy time.
         """
         return labelled_ms * self._undisturbed
 
@@ -128,14 +131,14 @@ class Findings:
         return min(1.0, self.summary.busy_ms / labelled_ms) if labelled_ms else 1.0
 
     def saved_ms(self, labelled_ms: float, more_host_ms: float = 0.0) -> float:
-        """The time by which a step becomes shorter if its operators take `labelled_ms` less. Once the host is slower
-        than the device, there is no further gain.
+        """The time in ms by which a step becomes shorter if its operators take `labelled_ms` less. The step never
+        becomes shorter than the host's time to launch it.
 
         The step and the host are compared at their fastest, because other work of the host delays the step equally with
         and without the change.
 
         Args:
-            labelled_ms: time that the change saves in operators, in a labelled step.
+            labelled_ms: time that a change to the program saves in operators, in a step with profiler labels.
             more_host_ms: additional host time to launch the changed operators.
         """
         busy_ms = self.undisturbed_ms(labelled_ms)
@@ -145,18 +148,20 @@ class Findings:
         return wall_ms - max(self.host_ms + more_host_ms, wall_ms - busy_ms)
 
     def saved_in_graph_ms(self, labelled_ms: float) -> float:
-        """The time by which a step becomes shorter if its operators take `labelled_ms` less and a CUDA graph launches
-        all kernels except the optimizer's."""
+        """The time in ms by which a step becomes shorter if its operators take `labelled_ms` less, and a CUDA graph
+        launches all kernels except the optimizer's."""
         busy_ms = self.summary.busy_ms - self.undisturbed_ms(labelled_ms)
         outside = sum(op.record.phase == "optimizer" for op in self.operators)
         return self.summary.wall_ms - max(busy_ms, self.launched_ms(outside))
 
     def launched_ms(self, operators: int) -> float:
-        """Host time to launch this many operators, from the step's average per operator; 0 if unknown."""
+        """Time in ms that the host takes to launch `operators` operators, at the step's average time per operator; 0 if
+        unknown."""
         return (self.host_ms or 0.0) * operators / max(1, len(self.operators))
 
     def saved_by_ms(self, after_ms: Sequence[float], more_host_ms: float = 0.0) -> float:
-        """Like `saved_ms`, but computed from each operator's time after the change (labelled, in order of execution).
+        """Like `saved_ms`, but `after_ms` has each operator's time after a change to the program, in order of
+        execution. The times are those of a step with profiler labels.
 
         In one part of the step the GPU may wait for the host, while in another part the host is far ahead. So
         faster small operators save nothing where the GPU waits for the host. Large operators at the end run after all
@@ -169,8 +174,12 @@ class Findings:
         return min(most_ms, self._done_ms(now_ms, self.host_ms) - self._done_ms(after_ms, self.host_ms + more_host_ms))
 
     def _done_ms(self, labelled_ms: Sequence[float], host_ms: float) -> float:
-        """The time at which the GPU finishes the step's operators, if the operators take the given times and the host
-        launches them at the step's pace.
+        """The time in ms from the start of the step until the GPU has finished all operators.
+
+        Args:
+            labelled_ms: the time that each operator takes on the GPU, in a step with labels, in order of execution.
+            host_ms: the time that the host takes to launch all operators. Within this time, the host launches at the
+                measured step's pace.
         """
         kernels = [max(1, len(op.kernels)) for op in self.operators]
         launched, done_ms, total = 0, 0.0, sum(kernels)
@@ -180,8 +189,10 @@ class Findings:
         return done_ms
 
     def _launched(self, part: float) -> float:
-        """The fraction of the launch time that has passed when the host has launched the fraction `part` of the
-        kernels.
+        """When the host has launched the first kernels of a step, as a number from 0 (the start of the step) to 1 (the
+        end of the step's last launch). `part` is the number of these kernels, divided by the number of all kernels.
+
+        If the moments of the launches are unknown, the host is assumed to launch at a constant pace.
         """
         pace = self.plain.launched if self.plain is not None else ()
         return (

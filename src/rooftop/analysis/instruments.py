@@ -50,8 +50,8 @@ class Plain:
 
     Attributes:
         busy_ms: time during which the device works: the union of its kernels; 0 on a CPU.
-        kernels: kernels, copies and fills on the device.
-        memory: (ms since the start of the step, bytes allocated) at each change.
+        kernels: the kernels, copies and fills that the device ran.
+        memory: (ms since the start of the step, bytes allocated on the device) at each change of these bytes.
         waiting_ms: time for which the device is idle after the host waited for it, because the host launches the next
             work only after that wait.
         loading_ms: time for which the step waited for a `DataLoader`.
@@ -80,8 +80,8 @@ class Labelled:
 
     Attributes:
         records: the operators in order of execution.
-        times: for each operator (ms, names of its kernels).
-        unattributed_ms: time of kernels without an operator.
+        times: for each operator, (its time in ms, names of its kernels).
+        unattributed_ms: time of the kernels that no operator launched.
         kernels: for each operator the kernels that it launched; the last entry has the kernels without an operator.
             Empty on a CPU.
     """
@@ -93,7 +93,8 @@ class Labelled:
 
     @classmethod
     def on_gpu(cls, records: list[Record], kernels: Sequence[Sequence[Kernel]], orphans: Sequence[Kernel]) -> Labelled:
-        """Make the result from the kernels of each operator and the kernels without an operator."""
+        """Make a `Labelled` from the operators, the kernels that each operator launched, and the kernels (`orphans`)
+        that no operator launched."""
         times = [(sum(k.ms for k in group), tuple(k.name for k in group)) for group in kernels]
         return cls(records, times, sum(k.ms for k in orphans), (*map(tuple, kernels), tuple(orphans)))
 

@@ -57,8 +57,8 @@ def busy_ms(kernels: Iterable[Kernel]) -> float:
 
 
 def kernels_by_label(events: Sequence[Any], prefix: str) -> tuple[dict[int, list[Kernel]], list[Kernel]]:
-    """Group kernels by the number of the label `prefix + number` in which each kernel was launched. Also return the
-    kernels that were launched outside any label."""
+    """Group kernels by the profiler label in which each kernel was launched. The labels' names are `prefix` and a
+    number; the groups' keys are these numbers. Also return the kernels that were launched outside any label."""
     kernels = device_kernels(events)
     host = [e for e in events if e.device_type().name != "CUDA"]
     labels = _Labels((e for e in host if e.name().startswith(prefix)), prefix)

@@ -28,11 +28,13 @@ _next_number = torch._C._autograd._get_sequence_nr
 
 @dataclass
 class _Made:
-    """The nodes that one thread created. Nodes `numbers[i]` to `numbers[i + 1] - 1` were created in `scopes[i]`."""
+    """The nodes of autograd's graph that one thread created. The nodes with the numbers `numbers[i]` to
+    `numbers[i + 1] - 1` were created while the module `scopes[i]` ran."""
 
     numbers: list[int] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)
-    run_later: list[bool] = field(default_factory=list)  # whether a later backward pass may run these nodes
+    # for each scope, whether a later backward pass may run the nodes that were created in it
+    run_later: list[bool] = field(default_factory=list)
     next: int = 0  # autograd's next number when this thread was last checked
 
     def change(self, scope: str, number: int, run_later: bool) -> None:
@@ -46,33 +48,34 @@ class _Made:
         return self.scopes[position] if position >= 0 else None
 
     def may_run(self, number: int) -> bool:
-        """Whether this thread has created a node with that number for an ordinary backward pass (a pass that no
-        other node started).
+        """Whether this thread has created an autograd node with that number for an ordinary backward pass. An ordinary
+        backward pass is one that no autograd node started.
         """
         position = bisect_right(self.numbers, number) - 1
         return position >= 0 and number < self.next and self.run_later[position]
 
     def ran(self, number: int) -> None:
-        """Record that a nested backward pass has run the node with that number. No later pass will run this node or the
-        nodes created with it."""
+        """Record that a nested backward pass has run the autograd node with that number. No later pass will run this
+        node or the nodes of the same run of its module."""
         position = bisect_right(self.numbers, number) - 1
         if position >= 0:
             self.run_later[position] = False
 
 
 class NodeMakers:
-    """The scope that created each autograd node of one step. The step runs in the thread that creates this object."""
+    """The scope (the name of the running module) in which each autograd node of one step was created. The step runs in
+    the thread that creates this object."""
 
     def __init__(self) -> None:
         self._made: dict[int, _Made] = {}  # the nodes by thread; the first thread is the step's
         self.clear()
 
     def clear(self) -> None:
-        """Forget all nodes before the next step, which creates new nodes in this thread."""
+        """Forget all autograd nodes. Call this before the next step, which creates new nodes in this thread."""
         self._made = {threading.get_ident(): _Made(next=_next_number())}
 
     def runs(self, scope: str) -> None:
-        """Record that this scope creates this thread's nodes from now on."""
+        """Record that this thread creates its autograd nodes in this scope from now on."""
         made = self._of_this_thread()
         made.next = _next_number()
         made.change(scope, made.next, run_later=torch._C._current_autograd_node() is None)
@@ -81,9 +84,9 @@ class NodeMakers:
         """Record that an operator runs and may have created an autograd node.
 
         Args:
-            scope: in the backward pass, the operator's scope.
-            recomputed: whether the operator's module is being recomputed. If nodes of a recomputed module run at all,
-                they run in an inner backward pass that another node starts.
+            scope: the scope in which the operator runs. None: the scope that this thread had before.
+            recomputed: whether a checkpoint is recomputing the operator's module. If nodes of a recomputed module run
+                at all, they run in an inner backward pass that another node starts.
         """
         made = self._of_this_thread()
         since, made.next = made.next, _next_number()
@@ -91,7 +94,7 @@ class NodeMakers:
             made.change(scope, since, run_later=not recomputed)
 
     def of(self, node: Any) -> str | None:
-        """The scope that created a node; None if unknown."""
+        """The scope in which an autograd node was created; None if unknown."""
         number: int = node._sequence_nr()
         first, *others = self._made.values()
         if not others:

@@ -46,7 +46,7 @@ class Copies:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def begin(self, value: Any) -> Copied:
-        """Start the copy of a value; any thread may call this."""
+        """Start to copy the tensors of a batch, `value`, to the device. Any thread may call this."""
         if self._device is None or self._device.type == "cpu":
             return Copied(value, None)
         with self.stream():
@@ -81,7 +81,7 @@ class Copies:
         return leaf.to(self._device, non_blocking=self._stream is not None)
 
     def hand_over(self, copied: Copied) -> Any:
-        """Return the copied value. The caller's current stream waits for the copy; the host does not."""
+        """Return the batch on the device. The caller's current stream waits for the copy; the host does not."""
         if copied.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied.ready)

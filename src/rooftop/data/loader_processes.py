@@ -66,7 +66,7 @@ class _Worker:
     used: int = 0
 
     def slot(self) -> int:
-        """The number of a free slot."""
+        """The number of a slot that no batch uses now. This slot then counts as used."""
         if self.free:
             return self.free.pop()
         self.used += 1
@@ -101,7 +101,7 @@ class Processes:
 
     @property
     def processes(self) -> list[int]:
-        """The ids of the processes."""
+        """The ids that the operating system gave the worker processes."""
         return [worker.process.pid for worker in self._workers]
 
     def begin(self, epoch: int, number: int) -> None:

@@ -14,7 +14,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass
 class Order:
-    """The order in which samples form batches.
+    """The order in which the samples of a data set form the batches of an epoch.
 
     Attributes:
         samples: number of samples in the data set.
@@ -60,7 +60,8 @@ class Order:
         return self.samples // self.batch if self.drop_last else -(-self.samples // self.batch)
 
     def part(self, epoch: int, number: int) -> tuple[Numbers, Numbers, Numbers]:
-        """Return this rank's positions in a batch, the indices of its samples, and each sample's copy number."""
+        """Return three arrays about this rank's part of batch `number` of an epoch: the positions of its samples in the
+        batch, the samples' indices in the data set, and the number of each sample's copy."""
         different = self.batch // self.repeats
         start = number * different
         size = self.batch if self.repeats > 1 else min(self.batch, self.samples - start)

@@ -55,7 +55,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Job:
-    """The description of the batches to make: samples, order, and collate function.
+    """The description of the batches that a loader makes: the samples, their order, and the collate function.
 
     Attributes:
         pieces: number of pieces in a batch.
@@ -69,7 +69,7 @@ class Job:
     skip: bool
 
     def make(self, epoch: int, number: int, piece: int) -> Made:
-        """Make one piece of a batch.
+        """Make piece `piece` of batch `number` of an epoch.
 
         Raises:
             InputError: a sample is damaged, and damaged samples are not skipped.
@@ -108,7 +108,7 @@ def damage_in_words(index: int, name: str | None, error: BaseException) -> str:
 
 
 def pieces_of(collate: Callable[[list[Any]], Any], workers: int) -> int:
-    """The number of pieces in a batch."""
+    """The number of pieces into which a batch is divided: one per worker if `collate` is PyTorch's, else one."""
     return workers if collate is default_collate else 1
 
 
@@ -142,7 +142,7 @@ def _stacked(batch: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
 
 
 def joined(pieces: Sequence[Made], pin: bool = False, copy: bool = False) -> Made:
-    """Join all pieces to a batch.
+    """Join all pieces of a batch, in order, to the batch.
 
     Args:
         pin: whether to put joined or copied tensors into pinned memory, for asynchronous copies to a GPU.

@@ -47,7 +47,7 @@ class StagedSamples(Samples, Protocol):
     """A data set whose samples are made in steps, which `headspace` times one by one."""
 
     def content(self, index: int) -> bytes:
-        """The sample's bytes on disk."""
+        """The encoded bytes of the sample, as they are stored on disk."""
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
         """Decode the content to an image. The augmentation is drawn from `generator` now; `changed` applies it."""

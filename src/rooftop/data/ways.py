@@ -1,6 +1,7 @@
-"""Ways to make batches: in the training loop, by threads, or (`loader_processes.py`) by processes.
+"""Ways in which a loader makes batches: in the training loop, in threads, or (`loader_processes.py`) in processes.
 
-`begin` starts a batch, and `take` returns it. Batches are taken in the order in which they were begun.
+`begin` starts the work on a batch, and `take` returns the finished batch. Batches are taken in the order in which they
+were begun.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from rooftop.data.pieces import Job, Made, joined
 
 
 class Way(Protocol):
-    """Makes the batches of a job. At most `in_flight` batches may be begun and not yet taken."""
+    """Makes the batches that a `Job` describes. At most `in_flight` batches may be begun and not yet taken. `begin`
+    starts the work on batch `number` of an epoch."""
 
     in_flight: int
 
     def begin(self, epoch: int, number: int) -> None: ...
 
     def take(self, pin: bool) -> Made:
-        """Return the oldest batch that was begun and not yet taken; see `joined` for `pin`."""
+        """Return the oldest batch that was begun and not yet taken. If `pin` is True, its tensors are in pinned
+        memory."""
 
     def interrupt(self) -> None:
         """Make a waiting `take` in another thread raise an exception. Afterwards no batch can be taken."""
 
     def close(self) -> None:
-        """Stop and release everything. Call this once no other thread takes a batch."""
+        """Stop all work, and release the threads or processes. Before this call, every `take` in another thread must
+        have ended (see `interrupt`)."""
 
 
 class Here:
@@ -53,7 +57,8 @@ class Here:
 
 
 class Threads:
-    """Makes batches in a pool of threads, which run in parallel while samples release the GIL (Pillow and NumPy do)."""
+    """Makes batches in a pool of threads. The threads run in parallel while the code that makes samples releases the
+    GIL, as Pillow and NumPy do."""
 
     def __init__(self, job: Job, workers: int, ahead: int) -> None:
         self._job = job
@@ -76,5 +81,6 @@ class Threads:
 
 
 def batches_in_flight(job: Job, workers: int, ahead: int) -> int:
-    """The number of batches in flight: `ahead`, or more if the workers need more batches to have a piece each."""
+    """The number of batches to have in flight (begun and not yet taken). This is `ahead`, or more if `ahead` batches
+    have fewer pieces than there are workers."""
     return max(ahead, -(-workers // job.pieces))

@@ -35,7 +35,8 @@ class Finding:
 
 
 class Part(NamedTuple):
-    """A part and its check. `check` takes the part's name, and returns None if this machine does not need the part."""
+    """A part of the installation and the function that checks it. `check` takes the part's name, and returns None if
+    this machine does not need the part."""
 
     name: str
     check: Callable[[str], Finding | None]

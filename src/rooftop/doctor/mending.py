@@ -67,7 +67,7 @@ def driver() -> str:
 
 
 def as_root(*steps: str) -> str:
-    """The steps in order, with sudo unless this process runs as root."""
+    """One command that runs the given shell commands in order, with sudo unless this process runs as root."""
     sudo = "" if not hasattr(os, "geteuid") or os.geteuid() == 0 else "sudo "
     return " && ".join(sudo + step for step in steps)
 

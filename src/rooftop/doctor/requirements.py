@@ -41,8 +41,8 @@ def asked_by(package: str, extra: str = "") -> dict[str, str]:
 
 
 def _holds(marker: str, extra: str) -> bool:
-    """Whether a marker is true. A marker joins terms about the extra, the system and the machine by "and". Unknown
-    terms count as true."""
+    """Whether the marker of a requirement (its condition after ";") is true. A marker joins terms about the extra, the
+    system and the machine by "and". Unknown terms count as true."""
     here = {
         "extra": extra,
         "platform_system": platform.system(),

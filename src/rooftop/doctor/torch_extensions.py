@@ -1,4 +1,4 @@
-"""Check that packages with compiled parts that use torch can be loaded with the installed torch.
+"""Check that installed packages with shared libraries that use torch can be loaded with the installed torch.
 
 A package that was built for another torch, or for CUDA while torch is a CPU build, installs silently but fails at
 import. The files of each package show whether the package is linked against torch. Each package is imported in a
@@ -70,12 +70,18 @@ for module, *paths in extensions:
 """Source of a program that imports torch, then each package in a forked process."""
 
 ON_PYTORCHS_INDEX = ("torchvision", "torchaudio", "torchtext", "xformers")
-"""Packages that PyTorch's indexes provide for each build of torch."""
+"""Packages of which PyTorch's package indexes have a build for each build of torch."""
 
 
 @dataclass(frozen=True)
 class Extension:
-    """An installed package with parts linked against torch."""
+    """An installed package with shared libraries that are linked against torch.
+
+    Attributes:
+        package: the package's name, in lower case.
+        module: name of the module to import; "" if there is no module with the package's name.
+        parts: paths of these shared libraries.
+    """
 
     package: str
     module: str
@@ -83,8 +89,9 @@ class Extension:
 
 
 def extensions_part(part: str) -> Finding | None:
-    """Check the requirements and the import of each package that is linked against torch. None if there are no such
-    packages."""
+    """Check each package that is linked against torch: whether it accepts the version of the installed torch, and
+    whether it can be imported. None if there are no such packages. `part` is the name of this check in the doctor's
+    report."""
     torch = torch_here()
     extensions = torch_extensions()
     if not extensions:
@@ -101,7 +108,7 @@ def extensions_part(part: str) -> Finding | None:
 
 
 def torch_extensions() -> list[Extension]:
-    """The installed packages with parts linked against torch, by name."""
+    """The installed packages with shared libraries that are linked against torch, sorted by name."""
     found = {}
     for distribution in metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower()
@@ -116,8 +123,8 @@ def torch_extensions() -> list[Extension]:
 
 
 def why_not_loaded(extensions: Sequence[Extension]) -> list[str]:
-    """Each package's problem with this torch, in one line; "" if there is none. A package that requires another version
-    of torch is not imported."""
+    """Each package's problem with the installed torch, as one line of text; "" if the package has none. Each package is
+    imported in a separate process. A package that requires another version of torch is not imported."""
     torch = version_of("torch")
     asked = {each: asked_by(each.package)["torch"] for each in extensions}
     why = {each: f"asks for torch{spec}, and torch is {torch}" for each, spec in asked.items() if not fits(torch, spec)}
@@ -159,8 +166,8 @@ def _short(reason: str) -> str:
 
 
 def _mending(package: str, torch: str) -> str:
-    """The command that installs the package's build for this torch from PyTorch's index. Packages that this index lacks
-    are built from source."""
+    """The command that installs the right build of a package. It downloads the build that PyTorch's package index has
+    for the installed torch, whose version is `torch`. A package that this index lacks is built from source instead."""
     release, _, build = torch.partition("+")
     if package not in ON_PYTORCHS_INDEX:
         return mending.pip(package, options=f"--force-reinstall --no-deps --no-build-isolation --no-binary {package}")

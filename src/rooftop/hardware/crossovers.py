@@ -1,6 +1,6 @@
 """Find the size above which the GPU beats the CPU, for one operation, with and without transfers.
 
-The measurement times three variants of the same eager call on the same random values:
+The measurement runs the same operation of eager PyTorch in three ways, on the same random values, and times each:
 
 - CPU: operands in the host's memory.
 - GPU: operands are already on the device, the result stays there, and the host does not wait (a step in the middle of a
@@ -56,10 +56,10 @@ class Operation:
 
     Attributes:
         unit: the unit of n.
-        sizes: the default sizes, ascending.
-        inputs: shapes of the tensors that are transferred at each call.
-        parameters: shapes of the tensors that are already on the device.
-        call: takes inputs and parameters, and returns one tensor.
+        sizes: the values of n that are measured by default, ascending.
+        inputs: a function from n to the shapes of the tensors that are transferred each time the operation runs.
+        parameters: a function from n to the shapes of the tensors that are already on the device.
+        call: runs the operation: takes the inputs and then the parameters, and returns one tensor.
     """
 
     unit: str
@@ -103,7 +103,8 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class CrossoverPoint:
-    """The times of the three variants at one size."""
+    """The times of an operation at one size: on the CPU, on the GPU, and on the GPU with transfers. The size counts
+    `Operation.unit`."""
 
     size: int
     cpu: Timing
@@ -116,9 +117,10 @@ class BreakEven:
     """Whether the GPU beats the CPU at the measured sizes, and from which size on.
 
     Attributes:
-        verdict: "always" (at every size), "never" (at none), "from" (at all sizes from `size` on, but not at the next
-            smaller measured size), or "mixed" (at some sizes, but not at the largest).
-        size: the interpolated size; None unless the verdict is "from".
+        verdict: where the GPU is faster: "always" (at every size), "never" (at no size), "from" (at all sizes from
+            `size` on, but not at the next smaller measured size), or "mixed" (at some sizes, but not at the largest).
+        size: the size at which the times are equal, interpolated between two measured sizes; None unless the verdict is
+            "from".
     """
 
     verdict: Literal["always", "never", "from", "mixed"]
@@ -130,12 +132,12 @@ class Crossover:
     """Times of an operation on CPU and GPU, by size.
 
     Attributes:
-        operation, dtype: "matmul", "float32".
-        unit: the unit of a size.
+        operation, dtype: names of the operation and the dtype, such as "matmul" and "float32".
+        unit: what a size counts, such as "elements".
         host, threads: name of the CPU, and number of threads that torch used.
         device: name of the GPU.
         versions: versions of all software that could change the times.
-        measured_at: UTC, ISO 8601.
+        measured_at: time of the measurement in UTC, in the form of ISO 8601.
         points: the measured times, in rising order of size.
     """
 
@@ -161,7 +163,8 @@ class Crossover:
 
     @property
     def unsteady(self) -> tuple[int, ...]:
-        """The sizes at which the spread of a variant's times (see `Timing`) is more than 10%."""
+        """The sizes at which the times were unsteady: the spread of one of the three times (see `Timing`) is more than
+        10%."""
         return tuple(
             p.size
             for p in self.points
@@ -214,7 +217,7 @@ def measure_crossover(
         dtype: one of `DTYPES`.
         device: the GPU. "cpu" is also accepted, and compares the CPU with itself, to test this function.
         progress: called with (the current measurement, fraction done).
-        seconds: about how long to time each variant at each size.
+        seconds: about how long to time the operation at each size in each of the three ways.
 
     Raises:
         ValueError: the operation, dtype or device does not exist, or a size is not a positive integer.
@@ -273,8 +276,8 @@ def _checked(device: torch.device) -> torch.device:
 
 
 def _point(op: Operation, size: int, dtype: torch.dtype, device: torch.device, seconds: float) -> CrossoverPoint:
-    """Time all variants at one size: the CPU variant by the host's clock, and the two GPU variants, interleaved, by
-    device events."""
+    """Time an operation at one size in all three ways. The CPU is timed by the host's clock. The GPU without and with
+    transfers is timed by device events, with runs of the two in turn. `seconds` is about how long to time each way."""
     random = torch.Generator().manual_seed(size)
     inputs, parameters = (
         [torch.randn(shape, generator=random, device="cpu").to(dtype) for shape in shapes(size)]
@@ -296,7 +299,8 @@ def _point(op: Operation, size: int, dtype: torch.dtype, device: torch.device, s
 def _resident(
     op: Operation, inputs: Sequence[Tensor], parameters: Sequence[Tensor], device: torch.device
 ) -> Callable[[], Tensor]:
-    """The call with all operands on the device."""
+    """Copy all operands of an operation to the device. Return a function that runs the operation on these copies,
+    without waiting for the result."""
     operands = [operand.to(device) for operand in (*inputs, *parameters)]
     return lambda: op.call(*operands)
 
@@ -304,7 +308,9 @@ def _resident(
 def _transferred(
     op: Operation, inputs: Sequence[Tensor], parameters: Sequence[Tensor], device: torch.device
 ) -> Callable[[], Tensor]:
-    """The call with inputs from the host. The call returns when the result is complete in the host's memory."""
+    """Return a function that runs an operation with transfers. It copies the inputs from the host's memory to the
+    device, runs the operation, copies the result back, and waits until the result is in the host's memory. The
+    parameters are copied to the device only once, before the function is returned."""
     cuda = device.type == "cuda"
     sources = [each.pin_memory() if cuda else each for each in inputs]
     kept = [parameter.to(device) for parameter in parameters]

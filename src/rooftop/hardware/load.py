@@ -21,8 +21,8 @@ class OtherLoad:
     """The CPU use of other processes during the `with` block of `other_load`.
 
     Attributes:
-        cores: the number of cores that other processes kept busy on average.
-        seconds: length of the block.
+        cores: the number of cores that other processes kept busy, on average over the block.
+        seconds: duration of the block.
     """
 
     cores: float = 0.0

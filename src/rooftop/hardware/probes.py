@@ -42,7 +42,7 @@ def parts_of(device: torch.device) -> tuple[str, ...]:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Describe a device for its history."""
+    """Describe a device, for the history of its measurements."""
     if device.type == "cuda":
         g = gpu(device.index or 0)
         return Machine(g.name, g.uuid or g.name, "cuda", 1, versions(), {"L2": g.l2_bytes})
@@ -52,7 +52,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def probe(device: torch.device, parts: Collection[str], progress: Progress) -> History:
-    """Measure some parts once. The result is a history with only this measurement.
+    """Measure some parts of a device's ceilings once. The result is a history with only this measurement.
 
     The measurement does not set clocks, frees its memory, and restores PyTorch's flags and random number generators.
     """

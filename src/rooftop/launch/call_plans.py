@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
 
 def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str, recording: Any = None) -> Any:
-    """Make the plan of a call.
+    """Make the plan with which C++ code repeats an observed call of a function.
 
     Args:
         lesson: the record of the observed call.
@@ -80,7 +80,7 @@ def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str
 
 
 class Places:
-    """The memory of each result of a call.
+    """Where the results of an observed call are in memory.
 
     Attributes:
         memory: the allocations. An allocation that is a result of the call has the shape of that result.
@@ -95,12 +95,13 @@ class Places:
         self.shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def formulas(self, place: int) -> list[Code]:
-        """The formulas of an allocation's sizes; empty if the sizes do not vary from call to call."""
+        """For the allocation with index `place` in `memory`, the formulas of its sizes; empty if the sizes do not vary
+        from call to call."""
         shape = self.lesson.shapes.get(place + len(self.lesson.given))
         return [] if shape is None else codes_of(shape)
 
     def is_varied(self, place: int) -> bool:
-        """Whether the sizes of an allocation differ from call to call."""
+        """Whether the sizes of the allocation with index `place` in `memory` differ from call to call."""
         source = place + len(self.lesson.given)
         return source in self.lesson.shapes or (self.lesson.varies and source in self.lesson.fresh)
 

@@ -136,7 +136,7 @@ def forget() -> None:
 
 
 class Memory(NamedTuple):
-    """An allocation.
+    """Memory that an operator's call allocates for a tensor.
 
     Attributes:
         like: index of a contiguous argument with the allocation's shape and dtype, or None. `empty_like` of such an
@@ -150,16 +150,16 @@ class Memory(NamedTuple):
 
 
 class Zeros(NamedTuple):
-    """Zeroed counters of the current stream (counters.py)."""
+    """Memory with `size` counters that are 0, which the current stream's kernels share (counters.py)."""
 
     size: int
 
 
 class Pointer(NamedTuple):
-    """A pointer among a launch's arguments.
+    """A pointer among the arguments of a kernel launch.
 
     Attributes:
-        place: index among the arguments.
+        place: index of the pointer among the launch's arguments.
         source: index into the list of the operator's tensor arguments followed by its allocations.
         offset: bytes from the beginning of the source.
         view: dtype, shape and strides of the tensor at this address, for interpreted kernels.
@@ -172,8 +172,8 @@ class Pointer(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A tensor descriptor among a launch's arguments, without the tensor that it describes. A `Pointer` locates the
-    tensor.
+    """A tensor descriptor among the arguments of a kernel launch, without the tensor that it describes. A `Pointer`
+    locates the tensor.
     """
 
     shape: tuple[int, ...]
@@ -247,8 +247,8 @@ class Steps(NamedTuple):
 
 
 def launch_steps(steps: Sequence[Step], sources: Sequence[Any]) -> None:
-    """Launch kernels with pointers to `sources` (tensors) on the current device. Sources that are not allocated yet are
-    None.
+    """Repeat recorded launches of kernels on the current device. `sources` has the tensors to which the kernels get
+    pointers: the operator's arguments, then its allocations. Allocations that do not exist yet are None.
     """
     addresses = [0 if each is None else each.data_ptr() for each in sources]
     for kernel, compiled, grid, given, pointers, parameters in steps:
@@ -286,8 +286,9 @@ def lesson_here() -> Any:
 
 
 def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Any]:
-    """Return (result, steps of the call). The second value is `_OTHER` if the call does something that cannot be
-    replayed, and `_SEEN` if the call could not be observed.
+    """Call an operator's `run` with the arguments, and observe this call. Return its result, and the `Steps` with which
+    it can be replayed. The second value is `_OTHER` if the call does something that cannot be replayed, and `_SEEN` if
+    the call could not be observed.
     """
     places = tuple(i for i, each in enumerate(arguments) if isinstance(each, Tensor))
     result, observer = _observe(run, arguments, [arguments[i] for i in places])
@@ -295,8 +296,9 @@ def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, A
 
 
 def _observe(run: Callable[..., Any], arguments: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, Observer | None]:
-    """Return the result and the observer. The observer is None if another thread is observing a call, or if the same
-    tensor is passed twice, because it is then unclear which argument a launch uses.
+    """Call an operator's `run` and observe this call. Return its result and the observer. The observer is None if
+    another thread is observing a call, or if the same tensor is passed twice, because it is then unclear which argument
+    a launch uses.
     """
     if len({id(each) for each in tensors}) < len(tensors):
         return run(*arguments), None
@@ -368,7 +370,7 @@ class Observer(LightMode):
         return made
 
     key: Callable[[Tensor], int] = staticmethod(id)
-    """The function that returns the key of a tensor in `source_of`."""
+    """A function from a tensor to its key in the dict `source_of`."""
 
     def called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
         """Record in `why` that the call uses an operator that is neither an allocation nor a view."""
@@ -385,7 +387,7 @@ class Observer(LightMode):
         self, start: Callable[..., Any], kernel: Any, grid: tuple[int, ...], device: torch.device, args: Sequence[Any],
         parameters: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Launch a kernel by `start`, and record the launch if this thread is being observed."""
+        """Launch a kernel by calling `start`, and record the launch if this thread is being observed."""
         if get_ident() != self.thread:
             start(kernel, grid, device, args, parameters)
             return

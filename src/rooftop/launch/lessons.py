@@ -48,11 +48,11 @@ class Fresh(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor argument of a `Called`, described as a view of a source. A source is a tensor or an allocation of the
-    call.
+    """A tensor argument of a `Called`, described as a view of a source. A source is a tensor that was passed to the
+    observed call, or an allocation that the call made.
 
     Attributes:
-        source: index into the list of the call's tensors followed by its allocations.
+        source: index into the list of the passed tensors, followed by the allocations.
         offset: elements from the beginning of the source.
     """
 
@@ -63,9 +63,10 @@ class Part(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A call of PyTorch's own operator.
+    """One call of an operator of PyTorch.
 
     Attributes:
+        func: the operator, as an overload of `torch.ops`.
         arguments: the arguments, by their names in the operator's schema; a tensor is a `Part`.
         made: for each result, the index of the result's source (`Fresh` memory, or an argument that the operator
             changed), or -1 if the result is not a tensor.
@@ -77,18 +78,19 @@ class Called(NamedTuple):
 
 
 class Record(NamedTuple):
-    """How autograd records an operator.
+    """How autograd records one call of an operator of Rooftop.
 
     Attributes:
-        arguments: arguments of the operator.
-        results: the results that have gradients.
-        kept: tensors that backward needs.
-        weak: tensors that backward uses if they still exist and were not changed.
+        name: name of the operator.
+        arguments: the arguments of the call.
+        results: those of the call's results that have gradients.
+        kept: tensors that the operator's backward needs.
+        weak: tensors that the operator's backward uses if they still exist and were not changed.
         gradients: a function from (kept, weak, wanted, slopes) to gradients of the arguments. `wanted`: whether each
             argument needs a gradient. `slopes`: gradients of the results. The returned list may omit trailing
             gradients.
-        zeros: whether a missing gradient of a result counts as zeros.
-        once: whether the gradients cannot be differentiated again.
+        zeros: whether backward gets zeros for a result whose gradient is missing.
+        once: True if the gradients cannot be differentiated again.
     """
 
     name: str
@@ -102,15 +104,20 @@ class Record(NamedTuple):
 
 
 FIRST, LAST, ITSELF, NONE = 0, 1, 2, -1
-"""Which size of an argument varies from call to call: the first size, the last size, the number itself (if the argument
-is a number), or no size.
+"""What varies in an argument from call to call: the first size of a tensor, the last size of a tensor, an integer
+argument itself, or nothing.
 """
 ANY = (-1,)
 """A placeholder for the shape of a tensor whose sizes vary from call to call."""
 
 
 class Varied(NamedTuple):
-    """The formulas of a launch whose sizes vary: the formulas of the grid, and the formulas of arguments by index."""
+    """How the integers of a launch are computed from the sizes that vary from call to call.
+
+    Attributes:
+        grid: a formula for each dimension of the launch's grid.
+        numbers: formulas of the kernel's integer arguments, by the argument's index.
+    """
 
     grid: list[Code]
     numbers: dict[int, Code]
@@ -120,14 +127,15 @@ class Lesson(Observer):
     """Observes one call of a public function, and records the work of the call.
 
     Attributes:
-        given: the call's tensors. No two of them share memory, except empty tensors.
-        owned: indices of the tensors that operators may change.
-        varying: for each of the tensors, which of its sizes varies: FIRST, LAST or NONE. An empty list means that no
+        given: the tensors among the call's arguments. No two of them share memory, except empty tensors.
+        owned: indices of the tensors in `given` that operators may change.
+        varying: for each tensor in `given`, which of its sizes varies: FIRST, LAST or NONE. An empty list means that no
             size varies.
-        shapes: shapes of the sources (tensors and allocations) whose sizes vary. The varying sizes are `Count`s.
-        varied: formulas of the varying sizes of each launch, by the launch's index.
+        shapes: shapes of the sources (given tensors and allocations) whose sizes vary, by the source's index. The
+            varying sizes are `Count`s.
+        varied: how the grid and the integer arguments of a launch are computed, by the launch's index in `launched`.
         conditions: conditions on varying sizes under which a call makes the same decisions as the observed call.
-        read: the sources (tensors and allocations) that PyTorch's operators read.
+        read: indices of the sources (given tensors and allocations) that PyTorch's operators read.
         records: a `Record` for each operator that autograd records.
     """
 
@@ -177,11 +185,12 @@ class Lesson(Observer):
 
     @property
     def varies(self) -> bool:
-        """Whether sizes may vary, so that calls with sizes other than those of the observed call can use the plan."""
+        """Whether sizes may vary from call to call. Calls with other sizes than the observed call then use the same
+        plan."""
         return bool(self.values)
 
     def size(self, tensor: Tensor, dim: int) -> int:
-        """The size of a tensor, as a `Count` if the size varies."""
+        """The size of dimension `dim` of a tensor, as a `Count` if the size varies from call to call."""
         if not self.varies:
             return tensor.shape[dim]
         source = self.source(tensor)
@@ -194,11 +203,12 @@ class Lesson(Observer):
         return tensor.shape[dim]
 
     def number(self, number: int) -> int:
-        """Convert a number that is an argument: to a `Count` if it may change between calls."""
+        """Convert an argument of the function that is an integer. The result is a `Count` if the integer may change
+        from call to call."""
         return self._variable(number) if number in self.values else number
 
     def has_shape(self, made: Tensor, shape: Sequence[int]) -> None:
-        """Record the shape of new memory, if a size in the shape varies."""
+        """Record the shape of the new tensor `made`, if a size in the shape varies from call to call."""
         source = self.source(made)
         if source is not None and any(type(each) is Count for each in shape):
             self.shapes[source] = tuple(shape)
@@ -211,7 +221,11 @@ class Lesson(Observer):
         self, start: Callable[..., Any], kernel: Any, grid: tuple[int, ...], device: torch.device, args: Sequence[Any],
         parameters: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Launch a kernel by `start`, and record the launch with the formulas of its sizes."""
+        """Launch a kernel by calling `start`, and record the launch.
+
+        If sizes vary from call to call, also record how the launch's grid and its integer arguments are computed from
+        the sizes (see `Varied`).
+        """
         counts = {place: each for place, each in enumerate(args) if type(each) is Count}
         if self.varies and get_ident() == self.thread:
             about = getattr(kernel, "params", None)  # interpreted kernels have none
@@ -229,7 +243,8 @@ class Lesson(Observer):
             self.varied[before] = Varied(codes_of(grid), {place: code_of(each) for place, each in counts.items()})
 
     def refuse(self, why: str) -> None:
-        """Record the reason why the call cannot be planned, so that Python makes all calls like it."""
+        """Record the reason why no plan can be made of the observed call. Python then makes all calls with the same
+        facts."""
         self.why = self.why or why
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -306,7 +321,8 @@ class Lesson(Observer):
         return self.source_of.get(self.key(tensor)) if tensor.numel() else None
 
     def memory(self) -> list[Memory | Zeros | Fresh]:
-        """The allocations of the call, in the order of `sources`, in which they follow the given tensors."""
+        """The allocations that the observed call made, in order. In the list `sources`, they follow the given
+        tensors."""
         count = len(self.given)
         return [
             Zeros(self.zeros_of[i])
@@ -333,12 +349,12 @@ class Lesson(Observer):
 def lesson_of(
     given: Sequence[Tensor | int], owned: frozenset[int] = frozenset(), varying: Sequence[int] = ()
 ) -> Iterator[Lesson | None]:
-    """Observe the operators and launches of this thread within the `with` block. Yield None if another thread is being
-    observed.
+    """Observe the operators that this thread runs and the kernels that it launches within the `with` block, which makes
+    one call of a function. Yield the `Lesson`, or None if another thread is being observed.
 
     Args:
-        given: the call's tensors, and its numbers that vary.
-        owned: indices of the tensors that operators may change.
+        given: the tensors among the call's arguments, and the numbers among them that vary from call to call.
+        owned: indices of the tensors in `given` that operators may change.
         varying: for each of `given`, which of its sizes varies: FIRST, LAST or NONE; ITSELF for a number that varies.
             An empty list means that no size varies.
     """

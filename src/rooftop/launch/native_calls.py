@@ -32,7 +32,7 @@ starting = Lock()
 after_start: list[Callable[[], None]] = []
 """Functions to call when the C++ module is loaded. The caller holds the lock `starting`."""
 reasons: dict[str, str] = {}
-"""Names of functions whose last observed call could not be planned, each with the reason."""
+"""Names of functions for whose last observed call no plan could be made, each with the reason."""
 _extension = Extension("repeated_calls", Path(__file__).with_name("repeated_calls.cpp"))
 has_asked = False
 
@@ -40,8 +40,8 @@ has_asked = False
 
 
 def ask() -> None:
-    """Load the C++ module if the cache contains it, else compile it in the background. Later calls of this function do
-    nothing.
+    """Load the C++ module if Rooftop's cache contains it, else compile it in the background. Later calls of this
+    function do nothing.
     """
     global has_asked
     if not has_asked and asked() != "0":
@@ -50,7 +50,7 @@ def ask() -> None:
 
 
 def build() -> None:
-    """Compile the C++ module, unless the cache contains it, and load the module.
+    """Compile the C++ module, unless Rooftop's cache contains it, and load the module.
 
     Raises:
         RuntimeError: there is no C++ compiler, the compiler failed, or the cache cannot be written.
@@ -59,19 +59,25 @@ def build() -> None:
 
 
 def wait(seconds: float) -> bool:
-    """Wait at most this long for the compilation in the background. Return True if the compilation has ended or never
-    began.
+    """Wait at most `seconds` for the compilation of the C++ module in the background. Return True if the compilation
+    has ended or never began.
     """
     return _extension.wait(seconds)
 
 
 def state() -> tuple[bool, str]:
-    """Return whether repeated calls run without Python, now or later, and the reason, for `rooftop doctor`."""
+    """Return the state of the C++ module for `rooftop doctor`: whether C++ can repeat calls, and the reason as one
+    line.
+
+    The first value is also True if the C++ module will only be compiled when it is first needed.
+    """
     return _extension.state()
 
 
 def calls_made() -> int:
-    """The number of calls in this process that ran without Python. Calls of backward are included."""
+    """The number of calls of Rooftop's functions in this process that C++ repeated, without Python. Backward passes
+    count as calls too.
+    """
     return 0 if module is None else int(module.calls_made())
 
 
@@ -118,15 +124,23 @@ os.register_at_fork(after_in_child=_forked)
 
 
 HOPELESS = 1 << 62
-"""The count, in `is_due`, of calls that are never observed again, because they cannot be planned."""
+"""The value in `seen` (see `is_due`) that marks facts whose calls are never observed again, because no plan can be made
+for these calls.
+"""
 
 
 def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
-    """Whether to observe this call, for which C++ has no valid plan.
+    """Whether to observe this call of a function, for which C++ has no valid plan.
 
-    Only call number `at` of those with the same facts (shapes, dtypes and so on) is observed, because all of them have
-    the same plan, or none has a plan. If sizes vary, later calls are observed too, because their sizes may need another
-    plan, until one of the calls cannot be planned.
+    Only call number `at` of the calls with the same facts (shapes, dtypes and so on) is observed. All of these calls
+    have the same plan, or none of them has a plan. If sizes vary, later calls are observed too, because their sizes may
+    need another plan. This ends when no plan can be made for one of the calls.
+
+    Args:
+        seen: the number of calls so far, by their facts. This function adds the present call.
+        facts: the facts of this call, as bytes.
+        at: number of the call to observe, counted from 1.
+        varies: whether sizes of the function's arguments vary from call to call.
     """
     if len(seen) >= known_calls.MOST_KNOWN:
         seen.clear()
@@ -138,12 +152,12 @@ def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) ->
 def teaching(
     given: Sequence[Tensor | int], owned: frozenset[int] = frozenset(), varying: Sequence[int] = ()
 ) -> Iterator[Lesson | None]:
-    """Observe this thread while Python makes the call within the `with` block. Yield None if another thread is being
-    observed.
+    """Observe this thread while Python runs one call of a function within the `with` block. Yield the `Lesson`, or None
+    if another thread is being observed.
 
     Args:
-        given: the call's tensors, and its numbers that vary.
-        owned: indices of the tensors that the call may change.
+        given: the tensors among the call's arguments, and the numbers among them that vary from call to call.
+        owned: indices of the tensors in `given` that the call may change.
         varying: for each of `given`, which of its sizes varies: FIRST, LAST or NONE; ITSELF for a number that varies.
             An empty list means that no size varies.
     """
@@ -159,7 +173,12 @@ def teaching(
 
 
 def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor | int], list[int]]:
-    """Return the call's tensors and varying numbers, and for each of them the index of the size that varies."""
+    """Return the tensors and the varying numbers among a call's arguments, and what varies in each of them.
+
+    Args:
+        values: the call's arguments.
+        varying: for each argument, FIRST, LAST, ITSELF or NONE, as in `teaching`. The result has the same codes.
+    """
     if not varying:
         return list(tensors_in(values)), []
     given: list[Tensor | int] = []
@@ -173,7 +192,9 @@ def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """All tensors, including those in lists and tuples, in the order in which the C++ code finds the tensors."""
+    """All tensors among a call's arguments, including tensors in lists and tuples. The C++ code finds them in the same
+    order.
+    """
     found: list[Tensor] = []
     for each in values:
         if isinstance(each, Tensor):

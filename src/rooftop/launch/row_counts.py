@@ -24,7 +24,8 @@ BELOW_ZERO, IS_ZERO, BY_16 = range(3)
 
 
 class Condition(NamedTuple):
-    """A condition on the value of a formula, and whether it held when the call was observed."""
+    """A condition on the value of a formula, such as "it is 0". `held` tells whether the condition held in the observed
+    call; a plan is valid only for calls in which it is the same."""
 
     formula: Code
     kind: int
@@ -32,7 +33,7 @@ class Condition(NamedTuple):
 
 
 def size(tensor: Tensor, dim: int) -> int:
-    """The size of a tensor in one dimension, which may vary from call to call."""
+    """The size of dimension `dim` of a tensor. The size may vary from call to call of an operator."""
     lesson = known_calls.lesson_here()
     return tensor.shape[dim] if lesson is None else lesson.size(tensor, dim)  # type: ignore[no-any-return]
 
@@ -124,7 +125,7 @@ class Count(int):
         return self != 0
 
     def is_by_16(self) -> bool:
-        """Whether the count is a multiple of 16."""
+        """Whether this integer is a multiple of 16."""
         held = int(self) % 16 == 0
         self.conditions.append(Condition(self.formula, BY_16, held))
         return held
@@ -138,12 +139,12 @@ class Count(int):
 
 
 def code_of(number: int) -> Code:
-    """The formula of an integer."""
+    """The formula of an integer: that of a `Count`, or the integer's value as a constant."""
     return number.formula if type(number) is Count else (NUMBER, int(number))
 
 
 def codes_of(numbers: Sequence[int]) -> list[Code]:
-    """The formulas of integers."""
+    """The formula of each integer (see `code_of`)."""
     return [code_of(each) for each in numbers]
 
 

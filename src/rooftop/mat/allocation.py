@@ -26,7 +26,7 @@ _ALIGNMENT_BYTES = 8  # size of a number of the widest depths: 64F, 64S and 64U
 
 
 class MatDataFlag(Flag):
-    """Special properties of a block."""
+    """Special properties of a block of memory."""
 
     NONE = 0
     USER_GIVEN = auto()  # memory of another owner, such as a NumPy array; never grown in place
@@ -89,7 +89,7 @@ class MatData:
         return MatDataFlag.USER_GIVEN in self.flags
 
     def data_ptr(self) -> int:
-        """The address of the block."""
+        """The address of the block's first byte."""
         return self.storage.data_ptr() + self.start_bytes
 
     def check_mapping(self) -> None:

@@ -270,7 +270,7 @@ def leaf(m: Header) -> MatExpr:
 
 
 def topological(root: MatExpr) -> list[MatExpr]:
-    """All nodes, each once; operands come before the nodes that use them."""
+    """All nodes of an expression tree, each once. Operands come before the nodes that use them."""
     return trees.topological([root], _OPERANDS)
 
 
@@ -278,8 +278,8 @@ _OPERANDS: Callable[[MatExpr], tuple[MatExpr, ...]] = attrgetter("_operands")
 
 
 def rebuilt(root: MatExpr, change: Callable[[MatExpr, tuple[MatExpr, ...]], MatExpr | None]) -> MatExpr:
-    """The tree with some nodes replaced. `change` gets each node with its new operands, and returns the node's
-    replacement, or None to keep the operation of the node."""
+    """The expression tree `root` with some nodes replaced. `change` gets each node with its new operands, and returns
+    the node's replacement, or None to keep the operation of the node."""
     new: dict[int, MatExpr] = {}
     for each in topological(root):
         operands = tuple(new[id(operand)] for operand in each._operands)
@@ -297,12 +297,12 @@ def same_number(a: float, b: float) -> bool:
 
 
 def is_one(each: MatExpr) -> bool:
-    """Whether a node consists of one number, for all channels."""
+    """Whether a node of an expression tree is a single number, which all channels share."""
     return each._operation == "numbers" and all(same_number(value, each._value[0]) for value in each._value)
 
 
 def with_operands(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:
-    """The same operation on other operands."""
+    """A node with the same operation as `each`, on other operands."""
     return node(each._operation, operands, each._type, each._sizes, each._device, each._value)
 
 

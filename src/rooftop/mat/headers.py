@@ -24,7 +24,8 @@ def natural_steps(sizes: Sizes, elem_bytes: int) -> Sizes:
 
 
 def is_continuous(sizes: Sizes, steps: Sizes) -> bool:
-    """Whether the elements are contiguous. The steps of leading dimensions of size 1 do not matter.
+    """Whether the elements of a Mat with these sizes and steps (in bytes) are contiguous. The steps of leading
+    dimensions of size 1 do not matter.
 
     The result equals OpenCV's except for Mats of 2^31 numbers or more: OpenCV counts with a 32-bit int, and reports
     such Mats as not continuous.
@@ -37,14 +38,15 @@ def is_continuous(sizes: Sizes, steps: Sizes) -> bool:
 
 
 def span_bytes(sizes: Sizes, steps: Sizes) -> int:
-    """Number of bytes from the first element to the end of the last element; 0 if there are no elements."""
+    """Number of bytes from a Mat's first element to the end of its last element; 0 if the Mat has no elements."""
     if 0 in sizes or not sizes:
         return 0
     return steps[-1] + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
 class Place(NamedTuple):
-    """The position of a header: the size of the whole Mat, and the header's first row and column in that Mat."""
+    """The position of a header in the whole Mat from which it was cut: the number of rows and columns of that Mat, and
+    the header's first row and column in it."""
 
     whole_rows: int
     whole_cols: int

@@ -1,4 +1,5 @@
-"""Headers (type, sizes and steps on a block of memory), their properties, and views of the same memory.
+"""Headers of Mats, their properties, and views. A header has the type, the sizes and the steps of a Mat, and refers to
+a block of memory. A view is another header on the same block.
 
 Making a view computes a few integers and runs no tensor operation. The tensor is created when an operation first needs
 the elements.
@@ -25,8 +26,11 @@ Range = slice | int
 
 
 class MatSize(tuple[int, ...]):
-    """The sizes of a Mat, rows first, as cv::MatSize: `m.size[0]` is rows. The call `m.size()` returns cv::Size:
-    (width, height), columns first."""
+    """The sizes of a Mat's dimensions, rows first, like cv::MatSize: `m.size[0]` is the number of rows.
+
+    An object of this class can also be called, like cv::MatSize: `m.size()` returns (width, height), like cv::Size, so
+    columns come first.
+    """
 
     __slots__ = ()
 
@@ -38,18 +42,18 @@ class MatSize(tuple[int, ...]):
 
 
 class Shaped:
-    """Properties that follow from type and sizes, for Mats and for expressions."""
+    """Properties that follow from a type and sizes. Mats and matrix expressions have these properties."""
 
     __slots__ = ()
     _type: int
     _sizes: Sizes
 
     def type(self) -> int:
-        """The code of depth and channels, such as CV_8UC3."""
+        """OpenCV's code of the depth and the number of channels, such as CV_8UC3."""
         return self._type
 
     def depth(self) -> int:
-        """The code of the type of one channel, such as CV_8U."""
+        """OpenCV's code of the number type of one channel (the depth), such as CV_8U."""
         return self._type & _DEPTH_MASK
 
     def channels(self) -> int:
@@ -61,21 +65,25 @@ class Shaped:
 
     @property
     def rows(self) -> int:
-        """Number of rows: 0 without dimensions, 1 with one, -1 with more than two."""
+        """Number of rows: 0 if the Mat has no dimensions, 1 if it has one dimension, -1 if it has more than two."""
         if self.dims > 2:
             return -1
         return self._sizes[0] if self.dims == 2 else self.dims
 
     @property
     def cols(self) -> int:
-        """Number of columns: 0 without dimensions, -1 with more than two."""
+        """Number of columns: 0 if the Mat has no dimensions, -1 if it has more than two dimensions."""
         if self.dims > 2:
             return -1
         return self._sizes[-1] if self._sizes else 0
 
     @property
     def size(self) -> MatSize:
-        """The sizes of all dimensions: (rows, columns) for two. The call `m.size()` returns (width, height)."""
+        """The sizes of all dimensions, rows first: (rows, columns) for two dimensions.
+
+        The sizes can also be called, as in OpenCV: `m.size()`, with parentheses, returns (width, height), so columns
+        come first.
+        """
         return MatSize(self._sizes)
 
     def total(self) -> int:
@@ -118,11 +126,11 @@ class Header(Shaped):
 
     @property
     def step(self) -> Sizes:
-        """The strides of all dimensions, in bytes."""
+        """The steps in bytes from one element to the next, for each dimension (the strides)."""
         return self._steps
 
     def step1(self, i: int = 0) -> int:
-        """The stride of dimension `i`, in numbers (channels) instead of bytes."""
+        """The step of dimension `i`, in numbers (one per channel) instead of bytes."""
         if not 0 <= i < self.dims:
             raise IndexError(f"step1({i}): the Mat has {self.dims} dimensions: expected 0 to {self.dims - 1}")
         return self._steps[i] // self.elemSize1()
@@ -252,20 +260,22 @@ class Header(Shaped):
         return self._seen(cn, kept[:-1], kept[-1] * cn, headers.natural_steps(kept, cn * self.elemSize1())[:-1])
 
     def _seen(self, cn: int, leading: Sizes, numbers: int, leading_steps: Sizes) -> Self:
-        """A view with `numbers` numbers in the last dimension, as elements of `cn` channels."""
+        """A view of this memory. The last dimension has `numbers` numbers, as elements of `cn` numbers each. `leading`
+        and `leading_steps` are the sizes and the steps (in bytes) of the other dimensions."""
         steps = (*leading_steps, cn * self.elemSize1())
         new = self._header((*leading, numbers // cn), steps, self._offset, self._submatrix)
         new._type = CV_MAKETYPE(self.depth(), cn)
         return new
 
     def locateROI(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Locate this view in the Mat from which it was cut: (width, height) of that Mat, and (x, y) of the first
-        element."""
+        """Locate this view in the Mat from which it was cut. Return (width, height) of that Mat, and (x, y) of the
+        view's upper left element in that Mat."""
         place = self._place("locateROI")
         return (place.whole_cols, place.whole_rows), (place.col, place.row)
 
     def adjustROI(self, dtop: int, dbottom: int, dleft: int, dright: int) -> Self:
-        """Move the edges of this header outward (inward if negative), within the whole Mat, and return this header."""
+        """Move the edges of this view within the Mat from which it was cut, and return this header. Each argument is a
+        number of rows or columns, outward if positive and inward if negative."""
         place = self._place("adjustROI")
         dtop, dbottom, dleft, dright = map(as_integer, (dtop, dbottom, dleft, dright))
         row1, row2, col1, col2 = headers.adjusted(place, self.rows, self.cols, dtop, dbottom, dleft, dright)
@@ -376,7 +386,8 @@ class Header(Shaped):
         return self._data.strided(dtype, (*self._sizes, channels), strides, self._offset // item)
 
     def _tensor(self) -> Tensor:
-        """The elements (..., channels) in their dtype, for reading."""
+        """A tensor of the elements (..., channels) on this header's memory, in the depth's dtype. The caller only reads
+        the tensor."""
         if self._cached is None:
             self._cached = self._strided(depth_of(self._type).dtype)
         elif self._data is not None:
@@ -384,13 +395,14 @@ class Header(Shaped):
         return self._cached
 
     def _address(self) -> int:
-        """The address of the first element, for reading. There must be elements."""
+        """The address of the first element. The caller only reads the memory. The Mat must have elements."""
         assert self._data is not None
         self._data.check_mapping()
         return self._data.storage.data_ptr() + self._offset
 
     def _bits(self) -> Tensor:
-        """The elements (..., channels) as integers of the same bits (the depth's carrier dtype), for reading."""
+        """The elements (..., channels) as integers with the same bits (the depth's carrier dtype). The caller only
+        reads the tensor."""
         depth = depth_of(self._type)
         elements = self._tensor()
         return elements if depth.dtype == depth.carrier else elements.view(depth.carrier)

@@ -65,7 +65,8 @@ NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS, for formats that contain only the co
 
 
 class Broken(Exception):
-    """Internal error: a position cannot be decoded; `pts` is its tick, if known.
+    """Internal error: a frame of the video cannot be decoded, or the file ends too early. `pts` is the tick of that
+    frame, if known.
 
     `damaged_frame`: whether the decoder returned the damaged frame itself, after all frames that are shown before it.
     """
@@ -77,21 +78,23 @@ class Broken(Exception):
 
 
 class Doubted(Broken):
-    """Internal error: decoding with several threads met an error that FFmpeg may conceal. One thread has to decode the
-    frames again, and its result counts.
+    """Internal error: decoding with several threads met an error that FFmpeg may conceal when it uses one thread. The
+    frames have to be decoded again with one thread, whose result counts.
     """
 
 
 class Misled(Broken):
-    """Internal error: a seek led to a key frame that is later than the requested key frame."""
+    """Internal error: after a seek in the file, the first key frame is later than the requested key frame."""
 
 
 class Unclean(Broken):
-    """Internal error: a key frame is incomplete by itself, as in streams that refresh the picture gradually."""
+    """Internal error: a key frame needs earlier frames to be complete, as in streams that refresh the picture
+    gradually."""
 
 
 class Decoder:
-    """One pass over the first video of a source, as frames of FFmpeg. `to_tensor` converts these frames to tensors.
+    """Decodes the first video stream of a source once, to FFmpeg's frames. `to_tensor` converts these frames to
+    tensors.
 
     Args:
         source: the source to read.
@@ -206,7 +209,8 @@ class Decoder:
         return round(end_s / self.time_base)
 
     def _only_decoding_clock(self) -> bool:
-        """Whether FFmpeg knows only when packets are decoded, not when frames are shown."""
+        """Whether this file tells FFmpeg only when packets are decoded, not when frames are shown (see
+        `DECODING_CLOCKS`)."""
         if self.container.format.name not in DECODING_CLOCKS:
             return False
         if self.source.only_decoding_clock is None:
@@ -236,25 +240,31 @@ class Decoder:
             given_back(self.kind, context, self._process)
 
     def rate(self) -> Fraction | None:
-        """Frames per second of the whole file, from its header; None if unknown. This also works after `close`."""
+        """The video's frame rate in frames per second, from the file's header; None if unknown. This method also works
+        after `close`."""
         return self._rate
 
     def last_duration(self, pts: int, given: int | None, damaged: bool) -> int:
-        """The duration of the last frame in ticks: its packet's duration or, if longer, the time until the end that
-        the file states.
+        """The duration of the video's last frame in ticks: the duration of the frame's packet or, if longer, the time
+        until the end that the file states.
 
-        This also works after `close`.
+        This method also works after `close`.
+
+        Args:
+            pts: tick of the last frame.
+            given: duration of the frame's packet in ticks; None: unknown.
+            damaged: whether the file is damaged, so that the end that it states does not count.
         """
         ticks = given or usual_duration(self)
         return ticks if damaged or self._end is None else max(ticks, self._end - pts)
 
     def seconds(self, ticks: int) -> float:
-        """Convert a tick to seconds on the clock of the file, whose 0 is the earliest start of the file's streams."""
+        """Convert a tick of the video to seconds. Second 0 is the earliest start of any stream in the file."""
         return float((ticks - self.start_ticks) * self.time_base)
 
     def packets(self) -> Iterator[av.Packet[av.VideoStream]]:
-        """Yield the packets of the video from the current position on, in file order. If the file ends too early, raise
-        `Broken` after the last packet."""
+        """Yield the packets of the video stream from the current position in the file on, in file order. If the file
+        ends too early, raise `Broken` after the last packet."""
         count, end, places = 0, None, 0
         is_avi, usual = "avi" in self.container.format.name, usual_duration(self)
         demuxed = self.container.demux(self.stream)
@@ -279,8 +289,13 @@ class Decoder:
         self._check_end(count if self._whole else None, end)
 
     def _check_end(self, count: int | None, end: int | None) -> None:
-        """Raise `Broken` if the file is incomplete. AVI, Matroska, ASF and MXF files may state their size. If an MP4
-        or AVI file states no size, the number of its frames is compared with the number in the header."""
+        """Raise `Broken` if the file is incomplete. AVI, Matroska, ASF and MXF files may state their size in bytes. If
+        an MP4 or AVI file states no size, the number of its frames is compared with the number in the header.
+
+        Args:
+            count: number of frames that were read from the file's start on; None: unknown, after a seek.
+            end: tick at which the last frame that was read ends; None: unknown.
+        """
         size = self.source.size_bytes
         declared = declared_end(self._file, self.container.format.name, size)
         few = count is not None and count < self._entries
@@ -291,8 +306,8 @@ class Decoder:
             raise Broken(f"the file ends after {size:,} of {declared:,} bytes{until}")
 
     def seek(self, pts: int) -> None:
-        """Seek to a packet no later than the key frame at `pts`; decoding restarts there. In some files, the seek leads
-        to a later packet (see `Misled`).
+        """Move to a position in the file at or before the packet of the key frame at tick `pts`. Decoding starts again
+        there. In some files, the seek leads to a later packet (see `Misled`).
 
         Raises:
             Broken: the format does not support seeks.
@@ -319,7 +334,8 @@ class Decoder:
         Raises:
             Misled: the seek led to a later key frame.
             Unclean: the seek led to a key frame that is incomplete by itself.
-            Broken: a packet or a frame is damaged, or the file ends early. All frames before the damage were returned.
+            Broken: a packet or a frame is damaged, or the file ends early. All frames that are shown before the damaged
+                one were returned.
         """
         last: int | None = None
         try:
@@ -340,8 +356,11 @@ class Decoder:
             yield from self._once_more(start, last)
 
     def _judged(self, start: int | None, last: int | None, doubts: int) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Decode the frames after tick `last`. One thread decodes around the error, because its result does not depend
-        on timing. Several threads decode from the next key frame on."""
+        """Decode the frames after tick `last`, after an error of the multithreaded decoder. Yield (tick, frame).
+
+        One thread decodes up to the next key frame after the error, because its result does not depend on timing.
+        Several threads decode from that key frame on. The arguments are as in `frames` and `_once_more`.
+        """
         resumable = self.clocked and doubts < MOST_DOUBTS
         after = self._keys[-1] if self._keys and resumable else None
         key = None
@@ -364,14 +383,20 @@ class Decoder:
             self._count_packets()
 
     def _count_packets(self) -> None:
-        """Raise `Broken` if the file ends early."""
+        """Read all packets of the file again, without decoding them. Raise `Broken` if the file ends early."""
         with closing(Decoder(self.source)) as decoder:
             deque(decoder.packets(), maxlen=0)
 
     def _once_more(self, start: int | None, last: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Decode again the frames after tick `last` and before the damage. At the end of a file, a multithreaded
-        decoder silently drops frames that it has begun. A single-threaded decoder, started again at a key frame, loses
-        no frames.
+        """Decode again, with one thread, the frames after tick `last`. Yield (tick, frame) until the end of the video,
+        or until a damaged packet or frame.
+
+        At the end of a file, a multithreaded decoder silently drops frames that it has begun. A single-threaded
+        decoder, started again at a key frame, loses no frames.
+
+        Args:
+            start: as in `frames`.
+            last: tick of the last frame that was already returned; None: no frame was returned.
 
         Raises:
             Broken: as in `frames`.
@@ -470,8 +495,8 @@ class Decoder:
             self._missing = counted and 0 < given - returned <= MOST_THREADS
 
     def begins(self, packet: av.Packet[av.VideoStream]) -> bool:
-        """Whether decoding can begin with a packet: a key frame, or the first packet of a codec without key frame
-        marks.
+        """Whether decoding can begin with a packet: it contains a key frame, or it is the first packet of the file and
+        the codec's first packet may not be marked as a key frame (`UNMARKED`).
         """
         return packet.is_keyframe or (self._whole and self.stream.codec_context.name in UNMARKED)
 
@@ -489,7 +514,7 @@ class Decoder:
         return frames
 
     def _rest(self, first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-        """Yield the frames that are still in the decoder."""
+        """Yield the frames that the decoder still holds after the last packet. For the arguments see `_good`."""
         try:
             rest = self._decode(None)
         except (self.av.FFmpegError, ValueError) as error:
@@ -498,7 +523,11 @@ class Decoder:
         yield from _good(rest, first, sought)
 
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-        """Yield the frames shown before the first missing frame. An error is reported some packets after its cause.
+        """Yield the frames that the decoder still holds when it reports an error, and that are shown before the first
+        missing frame. The decoder may report an error some packets after its cause.
+
+        `pending` has the ticks of the packets whose frames the decoder has not returned. For the other arguments see
+        `_good`.
 
         If packets have no times, a frame after lost frames would get the time of a lost frame. In this case, all frames
         that are still in the decoder are dropped; for the codecs of `ONE_WAITS`, only the last of them.
@@ -522,8 +551,14 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-    """Yield frames without those that are shown before the first key frame and lack the frames on which they depend.
-    Raise `Broken` at a damaged frame."""
+    """Yield the frames that are complete. Frames that are shown before the first decoded key frame are skipped if they
+    depend on frames that were not decoded. Raise `Broken` at a damaged frame.
+
+    Args:
+        frames: the frames that the decoder returned.
+        first: tick of the key frame at which decoding began; None: unknown.
+        sought: whether decoding began after a seek.
+    """
     for frame in frames:
         early = first is not None and frame.pts is not None and frame.pts < first
         if early and (sought or frame.is_corrupt):
@@ -534,5 +569,5 @@ def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Itera
 
 
 def usual_duration(decoder: Decoder) -> int:
-    """Duration of one frame in ticks, computed from the frame rate; at least 1."""
+    """Duration of one frame of the video in ticks, computed from its frame rate (25 if unknown); at least 1."""
     return max(1, round(1 / (decoder.rate() or Fraction(25)) / decoder.time_base))

@@ -19,7 +19,7 @@ class FrameIndex:
         last_duration: duration of the last frame, in ticks.
         starts: pts of the key frames from which decoding can start, increasing; some of these key frames are not shown
             themselves.
-        keys: positions of the key frames.
+        keys: positions of the key frames among all frames in display order, from 0.
         seekable: whether the file itself stores the times of frames; if not, decoding always starts at the first frame.
         damage: the damage that was found in the file's packets, or None.
         discontinuity: a description of where the file's clock goes back or its packets are not consecutive, or None.
@@ -71,7 +71,8 @@ class FrameIndex:
         return next((rate for rate in (stated, mean) if rate and self._is_at(rate, time_base)), None)
 
     def grid(self, time_base: Fraction) -> Fraction:
-        """The lowest frame rate at which every frame time falls on a frame boundary."""
+        """The lowest constant frame rate, in frames per second, at which every frame of the video starts together with
+        a frame of that rate."""
         step = math.gcd(*(tick - self.pts[0] for tick in self.pts)) or 1
         return 1 / (step * time_base)
 
@@ -82,5 +83,5 @@ class FrameIndex:
 
     @property
     def end(self) -> int:
-        """The tick at which the last frame ends."""
+        """The tick at which the video's last frame ends."""
         return self.pts[-1] + self.last_duration

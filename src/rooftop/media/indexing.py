@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def build_index(source: Source) -> FrameIndex:
-    """Build the index of a source."""
+    """Build the index of the video in a source."""
     with closing(Decoder(source)) as decoder:
         index = _index_by_packets(decoder)
     if index is not None:
@@ -49,7 +49,7 @@ class _Clock:
         self._shown: int | None = None
 
     def goes_back(self, packet: av.Packet[av.VideoStream]) -> bool:
-        """Whether the clock goes back at this packet."""
+        """Whether the file's clock goes back at this packet, compared with the packets before it."""
         dts, pts = packet.dts, packet.pts
         found = dts is not None and self._decoded is not None and dts < self._decoded + self._is_stream
         found |= packet.is_keyframe and pts is not None and self._shown is not None and pts <= self._shown

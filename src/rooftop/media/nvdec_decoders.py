@@ -57,13 +57,13 @@ _inherited: list[object] = []
 
 
 def kind_of(stream: av.VideoCodecContext, device: torch.device) -> Kind:
-    """The kind of decoder for a stream."""
+    """The settings of an NVDEC decoder for a video stream."""
     colours = tuple(int(getattr(stream, name)) for name in COLOURS)
     return Kind(device, stream.codec.canonical_name, stream.extradata or b"", stream.width, stream.height, colours)  # type: ignore[arg-type]
 
 
 def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
-    """Take a decoder of a kind out of the pool, or start a new decoder.
+    """Take an NVDEC decoder with the settings `kind` out of the pool, or start a new decoder.
 
     Args:
         options: options of FFmpeg's decoder.

@@ -168,7 +168,8 @@ def layout_of(surface: Surface) -> SurfaceLayout:
 def _conversion(
     layout: SurfaceLayout, form: Form, turns: int, mirrored: bool, count: int
 ) -> tuple[Repeated, tuple[int, int]]:
-    """The kernel for `count` surfaces of a layout, ready to launch, and the (height, width) of its results."""
+    """Return the kernel that converts `count` surfaces of a layout, ready to launch, and the (height, width) of the
+    pictures that it writes."""
     require_triton()
     from rooftop.media import frame_kernels
 

@@ -27,11 +27,11 @@ _KEY_FRAMES = 2  # number of key frames to read after a suspicious packet
 
 
 class Suspicions:
-    """Checks the packets of a video.
+    """Checks the packets of a video stream that the demuxer marks as corrupt.
 
     Args:
         context: FFmpeg's codec context of the stream.
-        looked_into: whether to check marked packets by decoding. If False, marked packets count as damaged.
+        looked_into: whether to decode marked packets to check them. If False, all marked packets count as damaged.
         step: usual ticks from one picture to the next.
         options: options of the decoder.
 
@@ -69,14 +69,16 @@ class Suspicions:
                 raise failure
 
     def _read_ahead(self, ahead: list[Packet], packets: Iterator[Packet]) -> None:
-        """Read packets up to the second key frame after the last marked packet."""
+        """Read packets up to the second key frame after the last packet that is marked as corrupt. Append them to
+        `ahead`."""
         keys = 0
         while keys < _KEY_FRAMES and len(ahead) < _MOST_AHEAD and (packet := next(packets, None)) is not None:
             ahead.append(packet)
             keys = 0 if packet.is_corrupt else keys + packet.is_keyframe
 
     def _wrong(self, before: list[Packet], ahead: list[Packet]) -> dict[int, str]:
-        """Decode strictly to find the damaged packets among `ahead`; return id(packet) -> reason."""
+        """Decode the packets `before` and `ahead` with strict error checks, to find the damaged packets among `ahead`.
+        Return a dict from id(packet) to the reason why the packet is damaged."""
         if not before and not ahead[0].is_keyframe:
             return {id(each): DAMAGED for each in ahead if each.is_corrupt}
         av = load_av()

@@ -29,39 +29,44 @@ from rooftop.parallel.exchanges import Group
 from rooftop.parallel.peer_memory import of_all, peer_memory, stop_of_waits
 
 WORDS = 32_768
-"""Maximum number of 4-byte words that a rank sends in a call: 128 KiB, such as 16 rows of 4096 in half precision. NCCL
-computes larger sums, since it does not send a sequence number with every word. For 128 KiB on two H200s, the kernel
-takes 5.6 µs, and NCCL with a norm takes 12.6 µs (benchmarks/norm_sums.py). Larger limits were not tried.
+"""Maximum number of 4-byte words that a rank sends for one sum: 128 KiB, such as 16 rows of 4096 numbers in half
+precision. NCCL computes larger sums, since it does not send a sequence number with every word. For 128 KiB on two
+H200s, the kernel takes 5.6 µs, and NCCL with a norm takes 12.6 µs (benchmarks/norm_sums.py). Larger limits were not
+tried.
 """
 
 
 @dataclass(frozen=True)
 class NormSums:
-    """Computes sums over a group's ranks, and norms of these sums. As with NCCL, all ranks must make the same calls in
-    the same order, on one stream at a time.
+    """Computes sums over a process group's ranks, and norms of these sums, with the kernel
+    `rooftop.kernels.norms.rank_sums`. As with NCCL, all ranks must make the same calls in the same order, on one stream
+    at a time.
 
     Attributes:
-        mailboxes: the ranks' shared memory; None: the kernel cannot be used.
-        reason: why the kernel cannot be used, such as "there is one rank"; "" if it can.
+        mailboxes: the memory through which the ranks' kernels exchange summands; None: this group cannot use the
+            kernel.
+        reason: why this group cannot use the kernel, such as "there is one rank"; "" if it can.
     """
 
     mailboxes: Mailboxes | None = None
     reason: str = ""
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
-        """The reason why the kernel cannot sum rows of this size and dtype; empty if it can. The reason is the same on
-        all ranks."""
+        """Why `summed_and_normed` cannot sum a tensor (rows, columns) of this dtype over the ranks; "" if it can. The
+        reason is the same on all ranks."""
         return self.reason if self.mailboxes is None else self.mailboxes.refused(rows, columns, dtype)
 
     def summed_and_normed(
         self, norm: nn.Module, x: Tensor | None, part: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute (total, norm(total)). The total is the sum of all ranks' `part`, plus bias and x, which are the same
-        on all ranks.
+        """Compute (total, norm(total)). The total is the sum of all ranks' `part`, plus `bias` and `x`, which are the
+        same on all ranks.
 
         Args:
             norm: a plain `LayerNorm` or `RMSNorm` (see `takes`).
-            x, part: (..., N). If x is None, the total is without x.
+            x: (..., N), the residual connection; None: the total is without x.
+            part: (..., N), this rank's summand.
+            bias: (N,); None: the total is without a bias.
         """
         assert self.mailboxes is not None
         assert isinstance(norm, LayerNorm | RMSNorm)
@@ -73,11 +78,12 @@ class NormSums:
 
 
 class Summand(NamedTuple):
-    """This rank's summand in a sum over ranks. The norm that follows computes the sum.
+    """This rank's summand in a sum over tensor parallel ranks that is not computed yet. The kernel of the norm that
+    follows also computes the sum.
 
     Attributes:
-        part: (B, S, W), different on each rank.
-        bias: (W,), added to the sum; None: no bias.
+        part: (B, S, W), this rank's summand, different on each rank.
+        bias: (W,), added to the sum once; None: no bias.
         sums: the object that computes the sum.
     """
 
@@ -86,12 +92,14 @@ class Summand(NamedTuple):
     sums: NormSums
 
     def summed_and_normed(self, norm: nn.Module, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute (x + sum, norm(x + sum))."""
+        """Compute (x + sum, norm(x + sum)), where the sum is over all ranks' `part`, plus `bias`. If x is None, the sum
+        alone takes the place of x + sum."""
         return self.sums.summed_and_normed(norm, x, self.part, self.bias)
 
 
 def takes(norm: nn.Module) -> bool:
-    """Whether the kernel can compute this norm: it must be over the last dimension and have no hooks."""
+    """Whether the kernel `rank_sums` can compute this norm: a LayerNorm or RMSNorm over the last dimension, without
+    hooks."""
     return (is_plain(norm, LayerNorm) or is_plain(norm, RMSNorm)) and len(norm.normalized_shape) == 1  # type: ignore[arg-type]
 
 
@@ -99,8 +107,8 @@ _of_groups: WeakKeyDictionary[ProcessGroup, NormSums] = WeakKeyDictionary()
 
 
 def norm_sums(group: Group, device: torch.device) -> NormSums:
-    """Return the `NormSums` of a group. The first call creates the `NormSums` and waits for all ranks, so all ranks
-    must make this call."""
+    """Return the `NormSums` of a process group. The first call for a group creates the group's `NormSums` and waits for
+    all of its ranks, so all of its ranks must make this call."""
     if group is None or group.size() == 1:
         return NormSums(reason="there is one rank")
     if device.type != "cuda":
@@ -113,7 +121,8 @@ def norm_sums(group: Group, device: torch.device) -> NormSums:
 
 
 def first_refusal(own: str, group: Group) -> str:
-    """The reason of the first rank that refuses; empty if no rank refuses. `own` is this rank's reason."""
+    """The reason of the first rank that cannot use the kernel, with the rank's number; "" if all ranks can. `own` is
+    this rank's reason; "" if it can. All ranks must make this call."""
     if group is None:
         return own
     return next((f"rank {rank}: {each}" for rank, each in enumerate(of_all(own, group)) if each), "")
@@ -127,7 +136,7 @@ def _made(group: ProcessGroup, device: torch.device) -> NormSums:
 
 
 def _lacking() -> str:
-    """The reason why this rank cannot compile the kernel; empty if it can."""
+    """Why this rank cannot compile the kernel `rank_sums`; "" if it can."""
     try:
         require_cuda_core()
     except MissingExtraError as error:

@@ -30,7 +30,7 @@ LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """One rank's view of the memory of all ranks.
+    """The memory of all ranks of a process group, as one rank sees it.
 
     Attributes:
         addresses: address of each rank's memory, by index in the group, valid on this rank's GPU; empty if refused.
@@ -79,7 +79,7 @@ def peer_memory(bytes: int, group: ProcessGroup, device: torch.device, lacking: 
 
 
 def refusal(offers: list[Offer]) -> str:
-    """The reason why these ranks cannot map each other's memory; empty if no reason is known yet."""
+    """The reason why the ranks that sent these offers cannot map each other's memory; "" if no reason is known yet."""
     failures = [f"rank {rank}: {offer.failed}" for rank, offer in enumerate(offers) if offer.failed]
     if failures:
         return failures[0]
@@ -91,7 +91,8 @@ def refusal(offers: list[Offer]) -> str:
 
 
 def _offered(bytes: int, device: torch.device, lacking: str) -> tuple[int, Offer]:
-    """Allocate memory, and return its address and the offer for the other ranks."""
+    """Allocate `bytes` of memory on this rank's GPU. Return its address, and the offer that this rank sends to the
+    other ranks."""
     machine, gpu = Process.here().machine, gpu_uuid(torch.cuda.current_device()) or str(device)
     if lacking:
         return 0, Offer(machine, gpu, failed=lacking)
@@ -105,7 +106,7 @@ def _offered(bytes: int, device: torch.device, lacking: str) -> tuple[int, Offer
 
 
 def of_all(own: Any, group: ProcessGroup) -> list[Any]:
-    """All ranks' values, by index in the group."""
+    """The value `own` of every rank, in a list by the rank's index in the group. All ranks must make this call."""
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, own, group=group)
     return found

@@ -160,7 +160,15 @@ def join(
 def _ranks(
     launch: Launch, store: Any, processes: list[Process], termination: Termination, timeout_s: float
 ) -> Iterator[_Ranks]:
-    """Create this rank's `_Ranks`, and make ranks fail together within the block."""
+    """Create the `_Ranks` object of this process, and yield it. If any rank fails within the `with` block, all ranks
+    raise an error.
+
+    Args:
+        store: the store of the `join` block.
+        processes: the operating system's processes of all ranks, which this rank watches.
+        termination: records whether SIGTERM has asked this process to end.
+        timeout_s: as in `join`.
+    """
     launcher = os.getppid() if launch.elastic else None
     watch = Watch(store, launch.rank, launch.size, processes, launcher, termination, timeout_s)
     ranks = _Ranks(watch, holds_store=launch.rank == 0 and not launch.served)
@@ -215,9 +223,10 @@ _bound = False  # whether a group of this process has ever been bound to its GPU
 
 
 def _bound_device(where: torch.device) -> torch.device | None:
-    """The GPU to which the new group is bound. A bound group connects at once, and a layout's groups are split from it.
+    """The GPU to which the new process group is bound; None: the group is not bound. The ranks of a bound group connect
+    at once, and the process groups of a layout are split from it.
 
-    Only the first group of a process is bound, because splitting a later group causes a segmentation fault
+    Only the first process group of a process is bound, because splitting a later group causes a segmentation fault
     (pytorch/pytorch#192109).
     """
     global _bound
@@ -228,7 +237,7 @@ def _bound_device(where: torch.device) -> torch.device | None:
 
 
 def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
-    """(device of this rank, reason why the rank cannot start; "" if the rank can start)."""
+    """Return this rank's device, and the reason why the rank cannot start; "" if it can. `kind` is "cuda" or "cpu"."""
     if kind not in ("cuda", "cpu"):
         raise ValueError(f"device={kind!r}: expected 'cuda' or 'cpu'; the rank determines the GPU's index")
     if kind == "cpu":
@@ -245,7 +254,8 @@ def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
 
 
 def _opened(launch: Launch, patience_s: float) -> Any:
-    """Open the store where the ranks meet. Rank 0 runs the store, unless the launcher does."""
+    """Connect to the store (of torch.distributed) at which the ranks meet. Rank 0 also runs the store, unless the
+    launcher runs it."""
     holds = launch.rank == 0 and not launch.served
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -269,8 +279,8 @@ def _opened(launch: Launch, patience_s: float) -> Any:
 
 
 class _Ranks:
-    """One rank's view of a `join` block. This object raises an error on this rank when any rank fails, and ends the
-    block.
+    """A `join` block as this process, one of the ranks, sees it. The object raises an error in this process when any
+    rank fails, and waits for all ranks at the end of the block.
     """
 
     def __init__(self, watch: Watch, holds_store: bool) -> None:
@@ -279,7 +289,8 @@ class _Ranks:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Within the block, raise an error when another rank fails, and report this rank's failure to the others."""
+        """Within the `with` block, raise an error when another rank fails, and report this rank's failure to the other
+        ranks."""
         with self.watch.on():
             try:
                 yield
@@ -298,7 +309,7 @@ class _Ranks:
                 raise _heard("; ".join([first, *(at or getattr(error, "__notes__", []))]), first) from error
 
     def _first_failure(self, error: BaseException) -> tuple[str, str]:
-        """The first failure on any rank, and this rank's failure, as texts."""
+        """Return two texts: the first failure on any rank, and this rank's failure, which raised `error` here."""
         mine = f"rank {self.rank} of {self.size} failed: {in_a_line(error)}"
         if isinstance(error, RankError):  # the error already names the rank that failed
             mine = str(error)
@@ -313,10 +324,10 @@ class _Ranks:
         return self.watch.tell(failure), mine
 
     def end(self, timeout_s: float) -> None:
-        """Wait until the block has ended on all ranks.
+        """Wait until all ranks have reached the end of the `join` block.
 
         Raises:
-            RankError: the block failed on a rank, or did not end on a rank within `timeout_s` after this rank.
+            RankError: a rank failed within the block, or did not reach its end within `timeout_s` after this rank.
         """
         everybody = [f"done/{rank}" for rank in range(self.size)]
         self.store.set(f"done/{self.rank}", "1")
@@ -331,7 +342,8 @@ class _Ranks:
 
 
 def _heard(words: str, failure: str) -> RankError:
-    """The error to raise after another rank's failure."""
+    """The error that this rank raises because another rank has failed. `words` is the error's message, and `failure`
+    the text of the first failure."""
     error = RankError(words)
     setattr(error, FAILURE, failure)
     return error

@@ -89,7 +89,8 @@ NO_TAG = (1 << 30) + 7  # the tag of a message that no rank ever sends
 
 @dataclass(frozen=True)
 class Failure:
-    """The ranks that have failed, and the error message without the text about other ranks' waits."""
+    """A failure: the ranks that have failed (`culprits`), and the error message (`words`), without the text about what
+    other ranks wait for."""
 
     words: str
     culprits: tuple[int, ...]
@@ -143,7 +144,7 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Watch the other ranks within the block."""
+        """Watch the other ranks in a thread, within the `with` block."""
         thread = threading.Thread(target=self._run, args=(self.store.clone(),), name="rooftop ranks", daemon=True)
         thread.start()
         try:
@@ -397,14 +398,14 @@ class Watch:
 
 
 class _Signs:
-    """The heartbeats of another machine's ranks."""
+    """Tells how long the ranks of another machine have sent no heartbeat."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.ranks = ranks
         self._last, self._silent_s, self._at = 0, 0.0, time.monotonic()
 
     def silent_s(self, store: Any) -> float:
-        """Seconds since the last heartbeat from any of these ranks. Delays of the store do not count."""
+        """Seconds since the last heartbeat from any rank of the other machine. Delays of the store do not count."""
         if not self.ranks:
             return 0.0
         total = sum(beats(store, self.ranks).values())

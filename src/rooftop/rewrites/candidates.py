@@ -25,18 +25,18 @@ NOTHING = "there is nothing to change"
 
 @dataclass(frozen=True)
 class Call:
-    """The calls of an operator in one step whose tensors have the same shapes and dtypes, and whose other arguments are
-    equal.
+    """The equal calls of one PyTorch operator in a step of the model. In equal calls, the tensors have the same shapes
+    and dtypes, and the other arguments are equal.
 
     Attributes:
         operator: an overload, such as `torch.ops.aten.convolution.default`.
         arguments: the arguments of the first of these calls, with tensors replaced by meta tensors of the same shapes,
             strides and dtypes.
-        device: the device of the calls.
-        count: number of calls.
-        ms: total time of these calls.
-        alone: time in ms of one such call alone, by the layout in which it was timed, such as "channels last". The time
-            is stored because several rules need it.
+        device: the device on which the operator runs.
+        count: number of equal calls in the step.
+        ms: total time of these calls in the step, in ms.
+        alone: time in ms of one such call that runs by itself, by the memory layout in which it was timed, such as
+            "channels last". The time is stored because several rules need it.
     """
 
     operator: Any
@@ -52,10 +52,10 @@ class Fusable:
     """The operators of a step that a compiler would fuse into fewer kernels.
 
     Attributes:
-        operators: number of operators.
+        operators: number of these operators.
         kernels: number of kernels that a compiler would write for these operators.
-        now_ms, after_ms: device time of the operators now, and of the fused kernels.
-        launches: current number of kernels of the whole step.
+        now_ms, after_ms: device time of these operators now, and predicted device time of the fused kernels.
+        launches: number of kernels that the whole step launches now.
         channels_last: whether the compiler would also lay out convolutions channels last.
     """
 
@@ -85,10 +85,10 @@ class Compiled:
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Times of an optimizer's step alone.
+    """Times of the optimizer's part of a training step.
 
     Attributes:
-        wall_ms: wall time.
+        wall_ms: wall time of this part.
         device_ms, host_ms: as in `Times`.
     """
 
@@ -113,17 +113,18 @@ class Times:
 
     Attributes:
         wall_ms: wall time of a step.
-        calls: the calls of operators, with their times.
+        calls: the calls of PyTorch's operators in the step, with their times.
         optimizer: times of the optimizer's step, if there is one.
-        fused: times of the same optimizer with `fused=True`, if it supports that.
+        fused: times of the same optimizer's step with the option `fused=True`; None if it has no such option.
         device_ms: device time of a step on a GPU, if the host is far ahead; None on a CPU.
-        host_ms: time in which the host launches a step; 0 if graphs are replayed, None on a CPU.
+        host_ms: time in which the host launches a step's kernels; 0 if CUDA graphs are replayed, None on a CPU.
         fusable: the operators that a compiler could fuse; None if they are not known.
         launch_ms: the host's time to launch a small operator on a GPU; 0 on a CPU.
         compiled: times of the same step with compiled code, if it was measured before.
         memory: GPU memory; None on a CPU.
-        blocks: (number of repeated blocks, number of their kinds). Each kind is compiled once. None: not counted.
-        copies_ms: device time of copying the arguments and results of a call, as graphs do; 0 on a CPU.
+        blocks: (number of the model's repeated blocks, number of different kinds of these blocks). Each kind is
+            compiled once. None: not counted.
+        copies_ms: device time of copying the model's arguments and results once, as CUDA graphs do; 0 on a CPU.
     """
 
     wall_ms: float
@@ -154,12 +155,13 @@ class Times:
         return NOTHING if self.calls and not self.count(*names) else None
 
     def gain_ms(self, device_ms: float, calls: int = 0) -> float:
-        """The gain in ms if a step saves `device_ms` of device time and `calls` calls of operators.
+        """The time in ms by which a step becomes shorter if it saves `device_ms` of device time and `calls` calls of
+        PyTorch's operators.
 
         A GPU works while the host launches, so the longer of device time and host time is the time of a step. If the
         times of operators timed alone add up to more than the step's device time, they are scaled down to the step's
-        device time. If the GPU replays graphs, each saved operator also saves its share of the time in which the GPU
-        waits (`idle_ms`).
+        device time. If the GPU replays CUDA graphs, each saved operator also saves its share of the time in which the
+        GPU waits (`idle_ms`).
         """
         if self.device_ms is None or self.host_ms is None:
             return device_ms
@@ -169,8 +171,8 @@ class Times:
 
     @property
     def idle_ms(self) -> float:
-        """The time in ms for which a GPU that replays graphs waits before each operator. Without graphs the result is
-        0, because the host's launch time is counted instead.
+        """The time in ms for which a GPU that replays CUDA graphs waits before each operator. Without CUDA graphs the
+        result is 0, because the host's launch time is counted instead.
         """
         if self.host_ms != 0 or not self.calls:
             return 0.0
@@ -178,11 +180,12 @@ class Times:
         return max(0.0, self.wall_ms - all_ms) / max(1, every)
 
     def _totals(self) -> tuple[int, float]:
-        """The number of all calls, and their time in ms."""
+        """The number of all operator calls in the step, and their total time in ms."""
         return sum(call.count for call in self.calls), sum(call.ms for call in self.calls)
 
     def gain_of(self, device_ms: float, host_ms: float) -> float:
-        """The gain in ms if a step saves `device_ms` of device time and `host_ms` of launch time."""
+        """The time in ms by which a step becomes shorter if it saves `device_ms` of device time and `host_ms` of the
+        host's launch time."""
         if self.device_ms is None or self.host_ms is None:
             return device_ms
         left_ms = max(self.device_ms - device_ms, self.host_ms - host_ms if self.host_ms > 0 else 0.0)
@@ -195,15 +198,15 @@ class Candidate:
 
     Attributes:
         model: the copy. The copy shares the original's tensors until a rule replaces one.
-        call: runs the model; rules may wrap it. It takes the model's arguments.
-        optimizer: optimizer of a training step; rules may replace it.
-        training: whether the step is forward and backward, in training mode.
-        device: the device of the calls.
+        call: a function with the model's arguments that runs the model. Rules may wrap this function.
+        optimizer: optimizer of a training step; rules may replace it. None: there is no optimizer.
+        training: whether a step is a forward and a backward pass in training mode.
+        device: the device on which the model runs.
         frozen: whether a rule keeps values that were computed from parameters or buffers.
         placed: whether a rule relies on the current addresses of parameters and buffers.
         attention: the back end of attention that a rule tries first; "" for PyTorch's own choice.
         changes: what each rule changed, in words, by the rule's name.
-        prepared: the call that `prepare` set last, if it still runs the whole model.
+        prepared: the function that `prepare` set last, if this function runs the whole model; else None.
     """
 
     model: nn.Module
@@ -218,13 +221,14 @@ class Candidate:
     prepared: Callable[..., Any] | None = None
 
     def prepare(self, call: Callable[..., Any]) -> None:
-        """Replace the call by a wrapper, which changes only arguments, results or the context."""
+        """Replace the attribute `call` by a wrapper of it. The wrapper changes only the model's arguments or results,
+        or the context in which the model runs."""
         self.prepared = call if self.runs_model else None
         self.call = call
 
     @property
     def runs_model(self) -> bool:
-        """Whether the call runs the model as a whole, so that compiling the model compiles all of its work."""
+        """Whether `call` runs the model as a whole. Compiling the model then compiles all of its work."""
         return self.call is self.model or self.call is self.prepared
 
     @classmethod
@@ -235,11 +239,11 @@ class Candidate:
         training: bool,
         arguments: Sequence[Tensor] = (),
     ) -> Candidate:
-        """A copy without changes, in training or evaluation mode.
+        """Copy the model `original` for rules to change. The copy is in training or evaluation mode.
 
         Args:
-            arguments: tensors of a call. A model without parameters and buffers runs on the GPU if one of `arguments`
-                is on the GPU.
+            arguments: the tensors that the user passes to the model. A model without parameters and buffers runs on the
+                GPU if one of these tensors is on the GPU.
 
         Raises:
             TypeError: the model cannot be copied.
@@ -315,11 +319,11 @@ class Rule(ABC):
 
 
 NEEDS_A_GPU = "needs a GPU"
-"""How the reason begins if a rule is refused because the model is not on a GPU."""
+"""Begins the text that says why a rule is refused if the model is not on a GPU."""
 
 
 def only_on_gpu(candidate: Candidate) -> str | None:
-    """The refusal of a rule that needs a GPU."""
+    """Why a rule that needs a GPU cannot be applied to this candidate; None if the candidate is on a GPU."""
     return None if candidate.device.type == "cuda" else f"{NEEDS_A_GPU}, but the model is on {candidate.device}"
 
 

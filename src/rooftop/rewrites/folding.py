@@ -71,7 +71,7 @@ FROZEN = {"weight", "bias", "running_mean", "running_var"}
 
 @dataclass
 class Folding:
-    """The result of `fold_norms`, by module name.
+    """What `fold_norms` has done with each batch norm, by the norm's module name.
 
     Attributes:
         folded: for each removed norm, the module it was folded into.

@@ -30,7 +30,7 @@ capturing = threading.Lock()  # a process makes one capture at a time
 
 @dataclass(frozen=True)
 class GraphReport:
-    """A captured graph.
+    """What a report shows of a captured CUDA graph.
 
     Attributes:
         inputs: shapes and dtypes of the inputs.
@@ -45,7 +45,8 @@ class GraphReport:
 
 @dataclass
 class Graph:
-    """One captured call, which reads `inputs` and writes `outputs` (any structure)."""
+    """One call of the model, captured as a CUDA graph. The graph reads the tensors `inputs` and writes `outputs`, which
+    may be any structure of tensors."""
 
     inputs: Sequence[Tensor]
     outputs: Any
@@ -67,13 +68,13 @@ class Graph:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why a call cannot be captured."""
+    """The reason why a call of the model cannot be captured as a CUDA graph."""
 
     why: str
 
 
 class UncapturedError(Exception):
-    """A call ran, but could not be captured. `outputs` are the results of the run."""
+    """A call of the model ran, but could not be captured as a CUDA graph. `outputs` are the results of the run."""
 
     def __init__(self, why: str, outputs: Any) -> None:
         super().__init__(why)
@@ -81,7 +82,8 @@ class UncapturedError(Exception):
 
 
 class Graphs:
-    """Graphs and refusals by signature. If there are more than `most` of them, the least recently used one is dropped.
+    """A model's CUDA graphs, and its refusals, by the signature of a call's inputs. If there are more than `most` of
+    them, the least recently used one is dropped.
 
     Args:
         device: device of the model.
@@ -97,7 +99,8 @@ class Graphs:
         self._previous: torch.cuda.Stream | None = None
 
     def find(self, key: Hashable) -> Graph | Refusal | None:
-        """Return the entry of a signature, and mark it as the most recently used one."""
+        """Return the graph or refusal with the signature `key`; None if there is none. Mark it as the most recently
+        used one."""
         entry = self.entries.get(key)
         if entry is not None:
             self.entries.move_to_end(key)
@@ -259,7 +262,7 @@ def _recorded_once(record: Callable[[], T], outputs: Any, stream: torch.cuda.Str
 
 @dataclass
 class Audience:
-    """Whether the model has asked whether it is captured."""
+    """Records whether the model has asked PyTorch if it is being captured."""
 
     asked: bool = False
 

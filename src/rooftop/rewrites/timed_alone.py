@@ -24,8 +24,8 @@ seconds."""
 
 
 def alone_ms(run: Callable[[], object], device: torch.device) -> float:
-    """The device time of a call in ms: the best of three runs, after a warm-up run. If the host takes longer to launch
-    the call than the GPU waits, the GPU waits longer before the next run.
+    """The time in ms that `run()` takes on the device: the best of three runs, after a warm-up run. If the host takes
+    longer to launch the work of a run than the GPU waits, the GPU waits longer before the next run.
     """
     run()
     best_ms, ahead_ms = math.inf, AHEAD_MS
@@ -37,7 +37,8 @@ def alone_ms(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _once(run: Callable[[], object], device: torch.device, ahead_ms: float) -> tuple[float, float]:
-    """(time of a call in ms, time in ms in which the host launched the call)"""
+    """Run `run()` once. Return the time in ms that it took on the device, and the time in ms in which the host launched
+    it. The GPU first waits for `ahead_ms`."""
     if device.type != "cuda":
         began = time.perf_counter()
         run()
@@ -50,7 +51,8 @@ def _once(run: Callable[[], object], device: torch.device, ahead_ms: float) -> t
 
 
 def between_events(run: Callable[[], object], start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
-    """(time of a call between two events of the current GPU in ms, time in ms in which the host launched the call)"""
+    """Run `run()` once between two events of the current GPU. Return the time in ms between the events, and the time in
+    ms in which the host launched the work."""
     start.record()
     began = time.perf_counter()
     run()
@@ -61,10 +63,11 @@ def between_events(run: Callable[[], object], start: torch.cuda.Event, end: torc
 
 
 def launch_ms(run: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
-    """The host's time in ms to launch a call on a GPU. The time is 0 on a CPU, where the call itself computes.
+    """The time in ms that the host takes to launch the work of `run()` on a GPU. The time is 0 on a CPU, where `run()`
+    itself computes.
 
     Args:
-        calls: number of calls in a row. The best of a few such rows counts, after a warm-up call.
+        calls: how often `run` is called in a row. The best of a few such rows counts, after a warm-up call.
     """
     if device.type != "cuda":
         return 0.0
@@ -81,19 +84,20 @@ def launch_ms(run: Callable[[], object], device: torch.device, calls: int = CALL
 
 
 def shape_of_result(call: Call) -> torch.Size:
-    """The shape of the first result of a call."""
+    """The shape of the first result of the operator that `call` describes."""
     with torch.no_grad():
         result = call.operator(*call.arguments)
     return torch.Size((result[0] if isinstance(result, tuple) else result).shape)
 
 
 def filled(call: Call) -> tuple[Any, ...]:
-    """The arguments of a call, with each meta tensor replaced by a tensor of ones on the device of the call."""
+    """The arguments of the operator that `call` describes, with each meta tensor replaced by a tensor of ones on the
+    operator's device."""
     return mapped(call.arguments, lambda tensor: _filled(tensor, call.device))  # type: ignore[no-any-return]
 
 
 def repeated(call: Call) -> Callable[[], object]:
-    """A function that runs the operator of a call on tensors of ones."""
+    """A function that runs the operator that `call` describes, with tensors of ones as arguments."""
     given = filled(call)
     return lambda: call.operator(*given)
 

@@ -2,8 +2,12 @@
 
 A cell's number is the row-major index of (batch element, four coordinates). Grids with fewer than four dimensions get
 leading dimensions of size 1. Bit `cell % 32` of word `cell // 32` is set if the cell has a site. `counts` has, for each
-word, the number of set bits in all words up to and including that word. So one word and its count are enough to find a
-site's rank among all sites. Offsets are numbered as in `rulebook.py`. `faults` has the flags of `Rulebook.faults`.
+word, the number of set bits in all words up to and including that word. A site's rank is the number of set bits before
+the site's bit, so it orders the sites by cell number, from 0. One word and its count are enough to find a site's rank.
+Offsets are numbered as in `rulebook.py`. `faults` has the flags of `Rulebook.faults`.
+
+In the shapes, N is the number of rows of `sites`, W the number of words, T the number of offsets and O the number of
+outputs. A row of `sites` is a batch index and DIMS coordinates; a row of -1 is not a site.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ def mark_sites(
     rows, batch_size, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit of each site, and record a fault for sites off the grid and for repeated sites."""
+    """Set the bit of each site's cell in `words`. Set `faults[0]` if a site is repeated, and `faults[1]` if a site is
+    off the grid."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -45,7 +50,7 @@ def count_words(
     count,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Count the set bits of each word."""
+    """Write the number of set bits of each word to `counts`. The launcher adds the numbers up afterwards."""
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     bits = tl.load(words + word, mask=word < count, other=0)
     tl.store(counts + word, _population(bits.to(tl.uint32, bitcast=True)), mask=word < count)
@@ -57,7 +62,8 @@ def place_sites(
     rows, batch_size, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the row number of each site in `row_of`, at the index given by the site's rank."""
+    """Set `row_of[rank]` to the site's row in `sites`, for each site. The rank is the site's position when all sites
+    are sorted by cell number."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -73,7 +79,8 @@ def pair_neighbours(
     KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
     DIMS: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """For each site of a submanifold convolution and each offset, write the row of the neighbour there, or -1."""
+    """Write `neighbours[row, offset]` for each site of a submanifold convolution and each offset of its kernel: the row
+    of the site at that offset from the site in `row`, or -1 if there is no site."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -112,8 +119,8 @@ def reach_outputs(
     KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
     DIMS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """For each site and offset, write the cell of the output that the site contributes to, or -1. Set that cell's bit
-    in `words`. `shift` is the padding."""
+    """Write `cells[row, offset]` for each site and each offset of the kernel: the number of the output's cell to which
+    the site contributes, or -1 if it contributes to none. Set that cell's bit in `words`. `shift` is the padding."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, in_0, in_1, in_2, in_3)
@@ -142,9 +149,9 @@ def pair_outputs(
     rows, count, outputs,
     VOLUME: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Replace each cell in `cells` by its output row. For each output, write its input rows to `neighbours` and its
-    cell to `out_cells`. If there are more than `outputs` outputs, record a fault, write no outputs, and set `cells` to
-    -1."""
+    """Replace each cell number in `cells` by the row of the output at that cell. For each output, write the rows of its
+    input sites to `neighbours` and its cell number to `out_cells`. If there are more than `outputs` outputs, set
+    `faults[2]`, write no outputs, and set all elements of `cells` to -1."""
     fits = tl.load(counts + (count - 1)) <= outputs
     tl.store(faults + 2, 1, mask=fits == 0)
     row, there = _rows(rows, ROWS)
@@ -166,7 +173,8 @@ def name_outputs(
     rows, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the batch index and the coordinates of each output's cell, or -1 for each if the row has no cell."""
+    """Write the batch index and the coordinates of each output's cell to `sites`. A row without a cell becomes -1 in
+    all columns."""
     row, there = _rows(rows, ROWS)
     cell = tl.load(out_cells + row, mask=there, other=-1)
     none, place = cell < 0, sites + row * (1 + DIMS)
@@ -190,16 +198,16 @@ def name_outputs(
 
 @triton.jit
 def _rows(rows, ROWS: tl.constexpr):
-    """Return this program's row indices, and whether each row exists. Row indices are 64-bit, because large tables
-    exceed 2^31 elements."""
+    """Return the row indices that this Triton program processes, and whether each row exists. Row indices are 64-bit,
+    because a table of rows and offsets may have 2^31 elements or more."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return row, row < rows
 
 
 @triton.jit
 def _site(sites, row, there, DIMS: tl.constexpr):
-    """Return the batch index and the four coordinates of a site as int32. A value that does not fit in int32 becomes
-    -1, which is off every grid."""
+    """Return the batch index and the four coordinates of the sites in `row` as int32. A value that does not fit in
+    int32 becomes -1, which is off every grid."""
     place = sites + row * (1 + DIMS)
     at_3 = _coordinate(place + DIMS, there)
     at_2 = _coordinate(place + (DIMS - 1), there) if DIMS > 1 else tl.zeros_like(at_3)
@@ -216,7 +224,8 @@ def _coordinate(place, there):
 
 @triton.jit
 def _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3):
-    """Whether a site is on the grid."""
+    """Whether each site is on the grid: its batch index and its four coordinates are within `batch_size` and the
+    sizes."""
     inside = (batch >= 0) & (batch < batch_size) & (at_0 >= 0) & (at_0 < size_0) & (at_1 >= 0) & (at_1 < size_1)
     return inside & (at_2 >= 0) & (at_2 < size_2) & (at_3 >= 0) & (at_3 < size_3)
 
@@ -229,13 +238,13 @@ def _on_axis(at, away, size):
 
 @triton.jit
 def _cell(batch, at_0, at_1, at_2, at_3, size_0, size_1, size_2, size_3):
-    """The index of a site's cell, for sites on the grid."""
+    """The number of each site's cell (see the top of this file), for sites on the grid."""
     return (((batch * size_0 + at_0) * size_1 + at_1) * size_2 + at_2) * size_3 + at_3
 
 
 @triton.jit
 def _offsets(tap, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr):
-    """The four coordinates of taps (offsets) within the kernel."""
+    """The four coordinates of offsets within the convolution's kernel. `tap` has the offsets' numbers."""
     rest = tap // KSIZE_3
     return rest // KSIZE_2 // KSIZE_1, rest // KSIZE_2 % KSIZE_1, rest % KSIZE_2, tap % KSIZE_3
 
@@ -257,7 +266,7 @@ def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _look_up(words, counts, cell, wanted):
-    """Return whether a cell has a site, and the site's rank among all sites."""
+    """Return whether each cell has a site, and the rank of that site among all sites (see the top of this file)."""
     place = cell >> 5
     above = tl.load(words + place, mask=wanted, other=0).to(tl.uint32, bitcast=True) >> (cell & 31).to(tl.uint32)
     known = wanted & ((above & 1) != 0)

@@ -40,10 +40,10 @@ WARPS = 4
 
 
 class Bitmap(NamedTuple):
-    """The cells that have a site.
+    """The cells of a grid that have a site, as one bit per cell.
 
     Attributes:
-        words: (W,) int32, one bit per cell.
+        words: (W,) int32, 32 cells per word.
         counts: (W,) int32, for each word the number of set bits in all words up to and including this word.
     """
 
@@ -52,8 +52,8 @@ class Bitmap(NamedTuple):
 
 
 def fit_bitmaps(indices: Tensor, shape: Geometry) -> bool:
-    """Whether to use bitmaps instead of hash tables: on a GPU (or in Triton's interpreter), if the grid, its cells
-    per site, the kernel and its steps are within the limits above."""
+    """Whether to build the rulebook by bitmaps instead of hash tables: on a GPU (or in Triton's interpreter), if the
+    grid, its cells per site, the kernel and its steps are within the limits above."""
     if indices.device.type != "cuda" and not INTERPRETED:
         return False
     cells = max(_cells(shape, shape.in_shape), _cells(shape, shape.out_shape))
@@ -123,8 +123,8 @@ def reach_by_bitmap(indices: Tensor, shape: Geometry) -> tuple[Tensor, Tensor, T
 def pair_by_bitmap(
     indices: Tensor, cells: Tensor, words: Tensor, counts: Tensor, faults: Tensor, shape: Geometry, outputs: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices of the outputs and their table of input rows. Each cell in `cells` is replaced by its output
-    row."""
+    """Return the indices (batch and coordinates) of the outputs, and a table with the rows of each output's input
+    sites. Each cell number in `cells` is replaced by the row of the output at that cell."""
     from rooftop.sparse import bitmap_kernels as kernels
 
     count, volume, device = size(cells, 0), shape.kernel_volume, cells.device
@@ -146,7 +146,8 @@ def pair_by_bitmap(
 
 
 def _marked(sites: Tensor, sizes: tuple[int, ...], faults: Tensor, shape: Geometry) -> Tensor:
-    """Return the words of a bitmap of the sites, on a grid of `sizes` (batch first). Record errors in `faults`."""
+    """Return the words of the bitmap of `sites`, on a grid with the given sizes (the batch size first). Set a flag in
+    `faults` if a site is off the grid or repeated."""
     from rooftop.sparse.bitmap_kernels import mark_sites
 
     words = _words(math.prod(sizes), sites.device)
@@ -185,7 +186,8 @@ def _cells(shape: Geometry, grid: tuple[int, ...]) -> int:
 
 
 def _four(values: tuple[int, ...], missing: int) -> tuple[int, ...]:
-    """Extend values to four dimensions. Grids with fewer dimensions get `missing` for the leading dimensions."""
+    """Extend a tuple with one value per dimension of the grid to four values. Leading dimensions that the grid lacks
+    get the value `missing`."""
     return (missing,) * (MAX_DIMS - len(values)) + values
 
 
@@ -194,7 +196,8 @@ def _ksize(shape: Geometry) -> dict[str, int]:
 
 
 def _tile(volume: int) -> dict[str, int]:
-    """The number of offsets and of sites per program."""
+    """The number of offsets and the number of sites that one Triton program processes. `volume` is the number of
+    offsets of the convolution's kernel."""
     taps = min(32, 1 << (volume - 1).bit_length())
     return {"TAPS": taps, "ROWS": PAIRS // taps}
 

@@ -41,7 +41,7 @@ def load_kernels() -> ModuleType:
 
 @cache
 def four(values: tuple[int, ...]) -> Any:
-    """Pack up to four sizes into the vector that the kernels take."""
+    """Pack up to four integers, one per dimension of the grid, into the vector that the Warp kernels take."""
     return load_kernels().Four(*values, *[1] * (MAX_DIMS - len(values)))
 
 
@@ -96,8 +96,8 @@ def _reach_all(indices: Tensor, sites: Tensor, shape: Geometry, faults: Tensor) 
 
 
 def _reach(sites: Tensor, shape: Geometry, room: int, faults: Tensor) -> tuple[Tensor, Tensor]:
-    """Fill a table with the keys of all outputs. Also returns the slot of each input's output at each offset, (N, K)
-    int32."""
+    """Fill a new hash table with the keys of all outputs. Also return (N, K) int32: the slot of the output that each of
+    the N inputs reaches at each of the K offsets."""
     table = _table(room, sites.device)
     slots = torch.empty((len(sites), shape.kernel_volume), dtype=torch.int32, device=sites.device)
     sizes = (shape.in_shape, shape.out_shape, shape.ksize, shape.stride, shape.padding, shape.dilation)
@@ -107,7 +107,7 @@ def _reach(sites: Tensor, shape: Geometry, room: int, faults: Tensor) -> tuple[T
 
 
 def _most_outputs(sites: int, shape: Geometry) -> int:
-    """The maximum number of outputs that `sites` inputs can reach."""
+    """The maximum number of outputs to which `sites` input sites can contribute."""
     each = 1
     for k, s, d in zip(shape.ksize, shape.stride, shape.dilation, strict=True):
         each *= k if shape.transpose else -(-k * math.gcd(s, d) // s)
@@ -115,7 +115,7 @@ def _most_outputs(sites: int, shape: Geometry) -> int:
 
 
 def _insert_sites(sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor]:
-    """Fill a table with the inputs' keys. Also returns the input row of each slot."""
+    """Fill a new hash table with the keys of the input sites. Also return the input row of each slot's key."""
     table = _table(len(sites), sites.device)
     rows = torch.empty((len(table),), dtype=torch.int32, device=sites.device)
     sizes = (shape.dims, shape.batch_size, four(shape.in_shape))
@@ -124,7 +124,7 @@ def _insert_sites(sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tenso
 
 
 def _table(keys: int, device: torch.device) -> Tensor:
-    """An empty table that is at most half full after `keys` keys are inserted."""
+    """An empty hash table that is at most half full after `keys` keys are inserted."""
     slots = 1 << (2 * max(keys, 1) - 1).bit_length()
     if slots > MAX_SLOTS:
         raise ValueError(f"a table of {keys} sites exceeds the limit of {MAX_SLOTS // 2}: split the batch")

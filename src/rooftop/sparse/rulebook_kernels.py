@@ -38,7 +38,8 @@ def first_slot(table: wp.array(dtype=wp.int64), key: wp.int64):
 
 @wp.func
 def insert(table: wp.array(dtype=wp.int64), key: wp.int64):
-    """Insert a key. Returns the key's slot (-1 if the table has no room) and whether the key is new."""
+    """Insert a key into the hash table. Return the key's slot (-1 if the table has no room), and whether the key is
+    new."""
     slot = first_slot(table, key)
     mine = wp.int32(-1)
     new = wp.bool(False)
@@ -76,7 +77,7 @@ def find(table: wp.array(dtype=wp.int64), key: wp.int64):
 
 @wp.func
 def is_inside(sites: wp.array2d(dtype=wp.int64), row: int, dims: int, batch_size: wp.int64, shape: Four):
-    """Whether a site is on the grid."""
+    """Whether the site in row `row` of `sites` is on the grid, whose sizes are `batch_size` and `shape`."""
     inside = sites[row, 0] >= wp.int64(0) and sites[row, 0] < batch_size
     for dim in range(dims):
         at = sites[row, 1 + dim]

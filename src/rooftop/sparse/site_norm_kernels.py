@@ -51,8 +51,9 @@ def merge_moments(
     parts, eps,
     CHANNELS: tl.constexpr, RUNNING: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts into the mean and variance of all sites. Write the center and rate that normalize rows: from this
-    mean and variance or, with fewer than two sites, from the running statistics if these exist."""
+    """Merge the statistics of the parts into the mean and variance of all sites, for each column. Write `center` and
+    `rate`, with which a row is normalized as (x - center) * rate. They come from this mean and variance or, with fewer
+    than two sites, from the running statistics if these exist."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wide: tl.constexpr = means.dtype.element_ty
     count = tl.zeros((), wide)
@@ -172,7 +173,8 @@ def _store(y, value, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _parts(means, squares, counts, start, parts, column, CHANNELS: tl.constexpr, PARTS: tl.constexpr):
-    """Load counts (PARTS,), means and squares (PARTS, COLUMNS) of the parts from `start` on. Absent parts get 0."""
+    """Load the statistics of PARTS parts from part `start` on: counts of sites (PARTS,), means and sums of squared
+    deviations (PARTS, COLUMNS). Parts that do not exist get 0."""
     part = start + tl.arange(0, PARTS)
     place = part[:, None] * CHANNELS + column[None, :]
     wanted = (part < parts)[:, None] & (column < CHANNELS)[None, :]

@@ -30,7 +30,7 @@ MOST_TIME, MOST_CALLS = 0.95, 40
 def repeated_ratios(
     operators: Sequence[MeasuredOperator], form: Form, device: torch.device
 ) -> dict[CallSpec | None, float]:
-    """For recorded calls, the time in another dtype or layout divided by the original time.
+    """For each recorded call of an operator, its time in another dtype or layout divided by its original time.
 
     Only the longest calls are timed: those that together take the share `MOST_TIME` of the total time, but at most
     `MOST_CALLS` calls. Other calls get the mean ratio of their kind (see `_kind`). If no call of a kind could be timed,
@@ -64,7 +64,8 @@ def repeated_ratios(
 
 
 def _kind(spec: CallSpec) -> tuple[str, bool, bool]:
-    """The kind of a call: (operator, whether grouped, whether pointwise). Only a convolution can be either.
+    """The kind of an operator's call: (operator, whether it is a grouped convolution, whether it is a pointwise
+    convolution).
     Calls of one kind gain about equally in another dtype or layout.
     """
     weight = spec["weight"] if "convolution" in spec.name else None
@@ -114,7 +115,8 @@ shape compiles kernels."""
 
 
 def layer_norms_ms(rows: Sequence[OperatorRow], device: torch.device) -> list[float]:
-    """Time in ms of the calls in each row on a GPU, if Rooftop's layer norm computes them.
+    """For each row of PyTorch's layer norms, the time in ms of the row's calls on a GPU if Rooftop's layer norm is
+    used.
 
     In each direction (forward or backward) the `MOST_NORMS` rows with the longest times are timed. The other rows of
     the direction get the mean ratio of the new time to the measured time.

@@ -65,8 +65,13 @@ COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "constant_pad_nd"}
 
 @dataclass
 class Fused:
-    """The number of operators that a compiler would fuse, the number of kernels after fusion, and the total time of
-    these operators in ms, before and after fusion."""
+    """The operators of a step that a compiler would fuse.
+
+    Attributes:
+        operators: number of these operators.
+        kernels: number of kernels that the compiler would make of them.
+        now_ms, after_ms: total time of these operators now, and predicted total time of the kernels.
+    """
 
     operators: int = 0
     kernels: int = 0
@@ -75,30 +80,38 @@ class Fused:
 
 
 Value = tuple[int, int]
-"""(index of the operator that wrote the value, number of the value's memory). The index is -1 if the value existed
-before the step.
+"""A value in the data flow: (index of the operator that wrote it, number that identifies its memory). The index is -1
+if the value existed before the step.
 """
 
 
 @dataclass
 class _Node:
-    """One operator in the data flow."""
+    """One operator of the step, as a node of the data flow.
 
-    reads: dict[Value, int] = field(default_factory=dict)  # value -> its bytes
+    Attributes:
+        reads, writes: the values that the operator reads and writes, each with its bytes.
+        joins: whether a compiler can fuse the operator with its neighbours in the data flow.
+        alone: whether the compiler writes a separate kernel for this operator.
+        elements: number of elements of the operator's largest tensor.
+        level: number of operators with a separate kernel on the longest path from the step's start to this operator.
+    """
+
+    reads: dict[Value, int] = field(default_factory=dict)
     writes: dict[Value, int] = field(default_factory=dict)
     joins: bool = False
-    alone: bool = False  # whether the compiler writes a separate kernel for this operator
+    alone: bool = False
     elements: int = 0
-    level: int = 0  # number of separate kernels on the longest path to this operator
+    level: int = 0
 
 
 def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
-    """Count the operators that a compiler would fuse, and predict their time. Groups that would gain nothing are left
-    out.
+    """Count the operators that a compiler would fuse, and predict their time. A group of operators that would become
+    one kernel is left out if this kernel would not be faster.
 
     Args:
-        operators: the operators, in order of execution. Operators without a record of their tensors (in the optimizer,
-            in compiled code) are not fused.
+        operators: the operators of a step, in order of execution. Operators without a record of their tensors (in the
+            optimizer, in compiled code) are not fused.
     """
     nodes = _flow(operators)
     groups = _groups(nodes)
@@ -121,8 +134,8 @@ def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
 
 
 def _flow(operators: Sequence[MeasuredOperator]) -> list[_Node]:
-    """The tensors that each operator reads and writes. A view counts as the memory that it refers to, and moves
-    nothing."""
+    """The data flow of a step: a node for each operator, with the tensors that it reads and writes. A view of a tensor
+    counts as that tensor's memory, and the operator that makes the view moves nothing."""
     writers: dict[int, int] = {}
     nodes: list[_Node] = []
     for place, op in enumerate(operators):
@@ -181,7 +194,8 @@ def _plain(op: MeasuredOperator) -> str:
 
 
 def _along_rows(op: MeasuredOperator) -> bool:
-    """Whether the dimensions over which an operator reduces include the last one."""
+    """Whether an operator that reduces a tensor, such as a sum, reduces over the tensor's last dimension, among
+    others."""
     spec, rank = op.record.spec, len(op.record.inputs[0].shape)
     assert spec is not None
     dims = spec["dim"] if "dim" in spec else None  # noqa: SIM401 (a CallSpec has no `get`)
@@ -191,8 +205,8 @@ def _along_rows(op: MeasuredOperator) -> bool:
 
 
 def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
-    """The kernels that a compiler writes, as a dict from the position of a kernel's first operator to the positions of
-    all its operators.
+    """The groups of operators that a compiler turns into one kernel each. The result is a dict from the position of a
+    group's first operator in `nodes`, which is the group's key, to the positions of all operators of the group.
 
     The operators of a group pass values to one another and work on the same number of elements. No path between two of
     them leads through a separate kernel (a matrix product).
@@ -221,7 +235,7 @@ def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
 
 
 class _Traffic:
-    """Memory traffic of each group of joined operators, in bytes."""
+    """Memory traffic in bytes of each group of operators that a compiler turns into one kernel (see `_groups`)."""
 
     def __init__(
         self, operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], groups: Mapping[int, list[int]]
@@ -235,8 +249,8 @@ class _Traffic:
         self._again: dict[tuple[int, int], bool] = {}
 
     def of(self, group: int) -> int:
-        """The bytes that a group moves: each input is read once, and each result that is needed outside the group is
-        written once.
+        """The bytes that the kernel of a group of operators moves. It reads each input once, and writes each result
+        that is needed outside the group once. `group` is the group's key.
         """
         read = dict[Value, int]()
         for value, size in self._read(group).items():
@@ -255,7 +269,7 @@ class _Traffic:
         return moved
 
     def _read(self, group: int) -> dict[Value, int]:
-        """The inputs of a group, with their bytes."""
+        """The values that a group's operators read and operators outside the group wrote, each with its bytes."""
         read = dict[Value, int]()
         for place in self._groups[group]:
             for value, size in self._nodes[place].reads.items():
@@ -264,8 +278,8 @@ class _Traffic:
         return read
 
     def _is_kept(self, value: Value, group: int) -> bool:
-        """Whether a value must be written to memory: another kernel reads the value instead of computing it again, or
-        no operator reads it, so the program keeps it.
+        """Whether the kernel of `group` must write a value to memory: another kernel reads the value instead of
+        computing it again, or no operator reads it, so the program keeps it.
         """
         readers = [self._group_of.get(place) for place in self._readers[value]]
         return not readers or any(
@@ -273,7 +287,9 @@ class _Traffic:
         )
 
     def _computed_again(self, forward: int, backward: int) -> bool:
-        """Whether a backward group recomputes the values of a forward group from the forward group's inputs."""
+        """Whether a fused kernel of the backward pass computes the values of a fused kernel of the forward pass again,
+        from the forward kernel's inputs, because this moves less memory than reading the values. `forward` and
+        `backward` are the keys of the two groups of operators (see `_groups`)."""
         if self._operators[forward].record.phase != "forward" or self._operators[backward].record.phase != "backward":
             return False
         known = self._again.get((forward, backward))
@@ -289,13 +305,13 @@ class _Traffic:
         return known
 
     def sums_over_rows(self, group: int) -> bool:
-        """Whether an operator of the group needs sums over all rows, and so reads its input twice."""
+        """Whether an operator of a group needs sums over all rows of its input, and so reads its input twice."""
         members = [self._operators[place] for place in self._groups[group]]
         return any(_plain(op) in SUMS_OVER_ROWS or (_plain(op) in BATCH_STATISTICS and _trains(op)) for op in members)
 
     def _has_long_rows(self, place: int) -> bool:
-        """Whether an operator reduces rows that are too long for one block to keep on the chip, and so reads them
-        twice."""
+        """Whether the operator at position `place` reduces rows that are too long for one thread block to keep on the
+        chip. A kernel reads such rows twice."""
         op = self._operators[place]
         first = op.record.inputs[0]
         row_bytes = (first.shape[-1:] or (1,))[0] * first.dtype.itemsize

@@ -13,7 +13,8 @@ from rooftop.analysis.formats import percent_text
 from rooftop.analysis.report_contents import Advice, OperatorRow
 
 CALLED_MS = 0.1
-"""Assumed time that a call of a compiled function takes on a CPU before its kernels run, to check its guards."""
+"""Assumed time in ms that the CPU takes to check the guards of a compiled function each time it is called, before its
+kernels run."""
 AHEAD = 0.5
 """If the host needs less than this share of the GPU's busy time after compilation, the host stays ahead of the GPU in
 the compiled step, too. (The compiled step launches fewer kernels but checks guards, so its host time may exceed
@@ -61,7 +62,8 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
 
 
 def saved_by_layout_ms(findings: Findings) -> float:
-    """Time saved in convolutions and poolings if torch.compile stores images channels last; 0 if it does not."""
+    """Time in ms that a step saves in convolutions and poolings if torch.compile stores images channels last; 0 if it
+    does not store them so."""
     if not compiler_lays_out_channels_last(findings.operators, findings.on_gpu):
         return 0.0
     after = channels_last_ms(findings)
@@ -74,7 +76,7 @@ def saved_by_layout_ms(findings: Findings) -> float:
 
 
 def saved_by_padding_ms(findings: Findings) -> float:
-    """Time saved if torch.compile pads matrix products. torch.compile pads the products that become faster."""
+    """Time in ms that a step saves if torch.compile pads matrix products. It pads only products that become faster."""
     after = padded_ms(findings)
     return sum(op.measured_ms - after[id(op)] for op in findings.operators if id(op) in after)
 

@@ -81,7 +81,7 @@ class CompiledGraph:
 
 @dataclass(frozen=True)
 class DynamicGraph:
-    """A graph with symbols for its sizes.
+    """A compiled graph whose sizes vary from run to run.
 
     Attributes:
         graph: the graph, with symbols for dynamic sizes.
@@ -220,7 +220,8 @@ class CompiledGraphs:
 
 
 def _graph(module: Any, kernels: dict[str, list[str]], backward: bool) -> CompiledGraph:
-    """The graph, with its kernels ("name:number" -> nodes) in the order of their numbers."""
+    """Make the `CompiledGraph` of a graph module. `kernels` maps "name:number" of each kernel, in the order of the
+    numbers, to the names of the kernel's graph nodes."""
     graph, named = module.graph, [(name.rpartition(":")[0], nodes) for name, nodes in kernels.items()]
     try:
         works, sources = kernel_works(graph, named), size_sources(graph)

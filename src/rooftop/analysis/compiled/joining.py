@@ -55,7 +55,7 @@ class JoinedOperator:
 
 @dataclass
 class _Event:
-    """A host event and the events inside it."""
+    """An event that the profiler recorded on the host, and the events inside it (`children`)."""
 
     source: Any
     name: str
@@ -70,14 +70,14 @@ def join_compiled(
     device: str,
     lists: ListedTensors = MappingProxyType({}),
 ) -> tuple[list[JoinedOperator], list[Kernel]]:
-    """The operators of a step in order of execution, and the kernels that belong to no operator.
+    """Return the operators of a compiled step in order of execution, and the kernels that belong to no operator.
 
     Args:
-        events: events of the profiler, recorded with shapes.
-        graphs: compiled graphs, by key.
-        device: the device of the step, for the records.
-        lists: the tensors in lists, by event (see `reconstruction.listed_tensors`). An operator whose lists are missing
-            in `lists` is uncovered.
+        events: all events that the profiler recorded, with the shapes of operators' inputs.
+        graphs: the compiled graphs, by the key that the names of their events contain.
+        device: the device of the step, which the operators' records name.
+        lists: the tensors in operators' list arguments, by event (see `reconstruction.listed_tensors`). An operator
+            whose lists are missing in `lists` is uncovered.
     """
     host = [e for e in events if e.device_type().name != "CUDA"]
     walk = _Walk(graphs, device, lists)
@@ -89,8 +89,11 @@ def join_compiled(
 
 
 def _trees(host: Iterable[Any]) -> dict[int, list[_Event]]:
-    """The roots of each thread's tree of events: operators, labels and generated kernels. An event is inside another
-    event of its thread if its time is."""
+    """The outermost events of each thread, with the events inside them as children. The keys are the threads' ids.
+
+    Only events of operators, labels and generated kernels are kept. An event is inside another event of its thread if
+    its time is within the other event's time.
+    """
     threads: dict[int, list[_Event]] = defaultdict(list)
     for e in host:
         if "::" in e.name() or e.name().startswith(("##", "Optimizer.step", "autograd::")) or GENERATED.match(e.name()):
@@ -114,7 +117,8 @@ def _nested(events: list[_Event]) -> list[_Event]:
 
 @dataclass
 class _Region:
-    """One run of a compiled graph: its event, its work items, and the kernels that it replayed as CUDA graphs."""
+    """One run of a compiled graph: its event on the host, the work of its kernels, and the kernels that CUDA graphs
+    replayed in this run."""
 
     event: _Event
     graph: CompiledGraph
@@ -126,7 +130,8 @@ class _Region:
 
 
 class _Walk:
-    """Collect operators from the trees, then assign each kernel to its operator."""
+    """Walks through the trees of profiler events (see `_trees`): `visit` collects the operators of a tree. Then
+    `assign` assigns each kernel of the profile to the operator that launched it."""
 
     def __init__(self, graphs: Mapping[str, CompiledGraph], device: str, lists: ListedTensors) -> None:
         self.operators: list[tuple[int, JoinedOperator]] = []  # (start time, operator)
@@ -158,9 +163,9 @@ class _Walk:
                 self._add_unseen(event, self.operators[before:], phase)
 
     def _add_unseen(self, event: _Event, seen: Sequence[tuple[int, JoinedOperator]], phase: str) -> None:
-        """Add an operator for a compiled region on a CPU if the profile does not show the region's kernels, because the
-        region was compiled before the analysis. The operator's time is the region's time without the operators `seen`
-        in the region."""
+        """Add an operator for a run of a compiled graph on a CPU, if the profile does not show the graph's kernels
+        because it was compiled before the analysis. The operator's time is the time of `event` without the operators
+        `seen` that were found inside this event."""
         if any(operator.record.uncovered == COMPILED_BEFORE for _, operator in seen):
             return
         record = self._record("inductor::graph", (), "", "", phase, None, COMPILED_BEFORE)
@@ -188,7 +193,8 @@ class _Walk:
                 self._visit_in_graph(child, works, phase, problem)
 
     def _is_operator(self, event: _Event) -> bool:
-        """Whether an event counts as an operator: it has a formula, or contains no other event."""
+        """Whether an event counts as an operator of PyTorch: there is a formula for its cost, or it contains no other
+        event."""
         if "::" not in event.name or event.name.startswith("autograd::"):
             return False
         return has_formula(event.name) or not event.children
@@ -262,7 +268,8 @@ class _Walk:
         return orphans
 
     def _replayed(self, region: _Region) -> list[Kernel]:
-        """Add operators for the CUDA graphs that one run of a compiled graph replayed. Return the unmatched kernels."""
+        """Add operators for the kernels that CUDA graphs replayed in one run of a compiled graph. Return the kernels
+        that match no work of the compiled graph."""
         if not region.replayed:
             return []
         at_ns, graph = region.event.start_ns, region.graph
@@ -294,8 +301,8 @@ class _Walk:
 
 
 def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
-    """The cost of a kernel's work. The kernel's traffic is at most the size of the tensors behind the kernel's
-    pointers.
+    """The cost of one launch of a kernel; None if unknown. The kernel's memory traffic is at most the size of the
+    tensors to which its arguments point.
 
     If a kernel only changes the layout of an operand for a library, the pointers show which operand it is.
     """
@@ -310,7 +317,8 @@ def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
 
 
 def _pointer_bytes(event: Any) -> tuple[int, int] | None:
-    """(read, written) bytes behind the pointers of a launched Triton kernel. The pointers' names show the direction."""
+    """(bytes read, bytes written) in the tensors that a launched Triton kernel gets as pointers; None if unknown. A
+    pointer's name shows whether the kernel reads or writes the tensor. `event` is the launch on the host."""
     file = dict(event.kwinputs() or {}).get("kernel_file") if hasattr(event, "kwinputs") else None
     names = _pointer_names(str(file)) if file else ()
     tensors = dict(tensors_of(event))
@@ -323,7 +331,8 @@ def _pointer_bytes(event: Any) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4096)
 def _pointer_names(file: str) -> tuple[str, ...]:
-    """The names of a generated kernel's pointers: "in_ptr0", "out_ptr0", "in_out_ptr0"."""
+    """The names of a generated kernel's pointer arguments, such as "in_ptr0", "out_ptr0" and "in_out_ptr0". `file` is
+    the path of the kernel's source; () if it cannot be read."""
     try:
         source = Path(file).read_text(encoding="utf-8")
     except OSError:
@@ -333,10 +342,11 @@ def _pointer_names(file: str) -> tuple[str, ...]:
 
 
 def aligned(works: Sequence[KernelWork], kernels: Sequence[Kernel]) -> Iterator[tuple[list[KernelWork], list[Kernel]]]:
-    """Match work items with kernels, both in order. Generated kernels are found by their names.
+    """Match the work items of a compiled graph (one for each of its kernels and library calls) with the kernels that
+    ran. Yield the matched lists. Both are matched in order; generated kernels are found by their names.
 
-    Between two generated kernels, library calls and kernels are matched one by one if their numbers agree. If the
-    numbers differ, all the calls are matched with all the kernels as one group.
+    Between two generated kernels are library calls. These calls are matched one by one with the kernels that ran there
+    if there are as many calls as kernels. Otherwise, all these calls are matched with all these kernels as one group.
     """
     ordered = sorted(kernels, key=lambda kernel: kernel.start_ns)
     between: list[KernelWork] = []
@@ -364,7 +374,8 @@ def _one_by_one(works: list[KernelWork], kernels: list[Kernel]) -> Iterator[tupl
 
 
 class _Matcher:
-    """Find the work of each event of one run of a graph. The work items and the events are in launch order.
+    """Finds the work item of each host event in one run of a compiled graph. The graph has a work item for each of its
+    kernels and library calls. The work items and the events are in the order of the launches.
 
     A generated kernel is found by its name. The graph may lack a library call (a copy of an input). So the search for a
     library call ends at the next generated kernel, which has its own event.
@@ -388,13 +399,13 @@ class _Matcher:
         return None
 
     def left(self) -> list[KernelWork]:
-        """The work items for which no event was found."""
+        """The work items of the graph for which no host event was found."""
         return [work for position, work in enumerate(self._works) if position not in self._found]
 
 
 def _shown(name: str) -> str:
-    """The name of a report's row. For a generated kernel, leave out its number; for a library call, use the operator's
-    name.
+    """The name that a report shows for an event or kernel called `name`. The name of a generated kernel loses its
+    number, and a library call gets the name of PyTorch's operator.
     """
     generated = GENERATED.match(name)
     if generated:

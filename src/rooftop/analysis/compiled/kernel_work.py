@@ -41,7 +41,7 @@ class KernelWork:
         name: the kernel's name in the generated code: "triton_poi_fused_add_relu_3", "extern_kernels.mm".
         cost: None if an operator of the kernel has no formula, or if the kernel writes none of its nodes' values.
         uncovered: operators in the kernel without a formula.
-        shapes: shapes of its inputs from other kernels.
+        shapes: shapes of the tensors that the kernel reads and other kernels or the program wrote.
         dtype: dtype of the first floating-point or complex value that it reads or writes; of the first value if there
             is none.
         scope: path of the module that its nodes share.
@@ -127,7 +127,7 @@ def is_generated(name: str) -> bool:
 def kernel_works(
     graph: fx.Graph, kernels: Sequence[tuple[str, Sequence[str]]], sizes: Mapping[Any, int] | None = None
 ) -> list[KernelWork]:
-    """The work of each kernel of a graph.
+    """The work of each kernel of a compiled graph, in the order of `kernels`.
 
     Args:
         graph: graph of aten operators, with fake tensors as `meta["val"]`.
@@ -187,7 +187,7 @@ def _last_calls(graph: fx.Graph, called: Mapping[fx.Node, int]) -> dict[fx.Node,
 def _ready(
     number: int, name: str, group: list[fx.Node], called: Mapping[fx.Node, int], after: Mapping[fx.Node, int]
 ) -> list[fx.Node]:
-    """Those nodes of a kernel's group that the kernel can compute.
+    """Those graph nodes of a kernel's group that the kernel can compute.
 
     A kernel that lays out an operand for a library names all sources of the library's call. But the kernel cannot
     compute a source that waits for a later call, and a pointwise kernel computes no reductions.
@@ -279,7 +279,7 @@ class _Kernel:
     reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)
 
     def stored(self) -> list[fx.Node]:
-        """The nodes whose values the kernel writes to memory."""
+        """The graph nodes whose values the kernel writes to memory."""
         return [node for node in self.group if not _is_view(node) and self._is_stored(node)]
 
     def work(self, name: str) -> KernelWork:
@@ -324,7 +324,7 @@ class _Kernel:
         return untouched
 
     def _is_stored(self, node: fx.Node) -> bool:
-        """Whether the value is used outside the kernel, and no earlier kernel can have written it."""
+        """Whether the value of a graph node is used outside the kernel, and no earlier kernel can have written it."""
         if node.target in _MUTATIONS:
             return True
         first, *later = self.kernels_of[node]
@@ -442,7 +442,7 @@ def _title(node: fx.Node) -> str:
 
 
 def _call_of(node: fx.Node) -> Call:
-    """The node as a call on its inputs' fake tensors."""
+    """The call of an operator that a graph node stands for, with the fake tensors of the node's inputs as arguments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     return Call(node.target, tuple(args), kwargs, node.meta.get("val"))  # type: ignore[arg-type]
 
@@ -456,7 +456,7 @@ _ALLOCATIONS = ("empty", "full", "arange", "iota", "zeros", "ones", "scalar_tens
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the value is a view of the first argument's memory."""
+    """Whether the value of a graph node is a view of the memory of the node's first argument."""
     if node.op != "call_function" or not node.args:
         return False
     if _is_getitem(node):

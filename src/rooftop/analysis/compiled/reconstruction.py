@@ -52,7 +52,7 @@ argument is not such a list.
 
 
 def listed_tensors(results: Any) -> ListedTensors:
-    """The tensors in lists, for every event that has lists.
+    """The tensors in operators' list arguments, for every event of an operator with such arguments.
 
     Args:
         results: results of the profiler, recorded with shapes (`kineto_results`).
@@ -128,7 +128,8 @@ def _overloads(name: str) -> Sequence[Any]:
 
 
 def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by the operator's schema. The profiler records all arguments, including defaults."""
+    """The arguments of an operator's call, made from the event that recorded it, by the operator's schema. The profiler
+    records all arguments, including defaults."""
     schema = func._schema.arguments
     shapes, kinds = _shapes(event), list(event.dtypes())
     strides = _strides(event)
@@ -158,8 +159,8 @@ def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, 
 def _value(
     wanted: Any, kind: str, shape: Any, stride: Any, text: Any, listed: Listed | None, same: dict[int, Tensor]
 ) -> Any:
-    """One argument. Tensors and lists of tensors are made from the recorded shapes and dtypes; numbers, flags, None and
-    lists of numbers are read from the recorded text.
+    """Make one argument of an operator's call. Tensors and lists of tensors are made from the recorded shapes and
+    dtypes; numbers, flags, None and lists of numbers are read from the recorded text.
 
     `same` has the tensors that earlier lists of this call contain, by the tensor's number. A tensor in several lists is
     made only once.

@@ -18,7 +18,8 @@ MOST_DIMENSIONS = 4  # maximum dimensions of a part after merging
 def fill(
     out: Tensor, values: Values, sizes: list[int], strides: list[int], offset: int, key: int, step: int
 ) -> None:  # fmt: skip
-    """Write random numbers to out (prod(sizes),)."""
+    """Write random numbers with the distribution `values` to `out` (prod(sizes),). `sizes`, `strides` and `offset`
+    locate the elements in the whole tensor."""
     require_triton()
     from rooftop.kernels.randoms.triton_kernels import random_fill
 
@@ -48,7 +49,8 @@ def drop(
 
 
 def grouped(sizes: Sequence[int], strides: Sequence[int], offset: int) -> bool:
-    """Whether the part consists of whole groups of four elements, which share one block of the generator."""
+    """Whether a part of a whole tensor consists of whole groups of four consecutive elements of the whole tensor. Such
+    a group shares one evaluation of the generator."""
     return strides[-1] == 1 and sizes[-1] % 4 == 0 and offset % 4 == 0 and all(s % 4 == 0 for s in strides[:-1])
 
 

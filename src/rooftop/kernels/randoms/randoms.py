@@ -1,4 +1,5 @@
-"""Counter-based random numbers. Each number depends only on a key, a step and its position in the whole tensor.
+"""Counter-based random numbers. Each number depends only on a key, on a step (a number that a program counts up), and
+on the position of its element in the whole tensor.
 
 So an element gets the same number bit for bit, on any device and however the tensor is sharded. A dropout mask need not
 be kept, because backward recomputes the mask. `words.py` explains the computation of the numbers.
@@ -34,7 +35,11 @@ from rooftop.launch.symbolic import recorded_whole
 
 
 class RandomUniform(NamedTuple):
-    """Uniform random numbers of shape (prod(sizes),) for a flattened part of a whole tensor."""
+    """Uniform random numbers in [low, high) for a part of a whole tensor; the result is flat, of shape (prod(sizes),).
+
+    `sizes` and `strides` are the sizes and strides (in elements) of the part, and `offset` is the position of the
+    part's first element in the whole tensor.
+    """
 
     sizes: list[int]
     strides: list[int]
@@ -60,7 +65,9 @@ class RandomUniform(NamedTuple):
 
 
 class RandomNormal(NamedTuple):
-    """Normal random numbers of shape (prod(sizes),) for a flattened part of a whole tensor."""
+    """Random numbers of a normal distribution, from `low` to `high`, for a part of a whole tensor. The result is flat,
+    of shape (prod(sizes),). For `sizes`, `strides` and `offset` see `RandomUniform`.
+    """
 
     sizes: list[int]
     strides: list[int]
@@ -88,8 +95,9 @@ class RandomNormal(NamedTuple):
 
 
 class CounterDropout(NamedTuple):
-    """Dropout of a part of a whole tensor. `sizes` and `strides` are empty if x is the whole tensor. `there` is the
-    step if the step is a tensor on the device; `step` is then not used.
+    """Dropout of a part of a whole tensor. For `sizes`, `strides` and `offset` see `RandomUniform`; `sizes` and
+    `strides` are empty if x is the whole tensor. `there` is the step if the step is a tensor on the device; `step` is
+    then not used.
     """
 
     x: Tensor
@@ -130,11 +138,11 @@ class CounterDropout(NamedTuple):
 
     @staticmethod
     def gradients(kept: tuple[Any, ...], wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor]:
-        """Drop the same elements of the gradient, by computing the same numbers again."""
+        """Drop the elements of the gradient that forward dropped in x, by computing the same random numbers again."""
         return (_counter_dropout(dy, *kept),)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: one product for each element."""
+        """Bytes and flops of the operator. An element takes one flop, a product."""
         return Cost(distinct_bytes([self.x]), distinct_bytes([made]), {precision_of(self.x.dtype): self.x.numel()})
 
 
@@ -151,7 +159,8 @@ def _empty(part: RandomUniform | RandomNormal) -> Tensor:
 
 
 def _filled(part: RandomUniform | RandomNormal, values: Values) -> Tensor:
-    """The numbers of a flattened part, by a kernel or by the reference."""
+    """The random numbers of a part of a whole tensor as a flat tensor, computed by a kernel or by the PyTorch
+    reference. `values` describes the distribution of the numbers."""
     sizes, strides, offset, key, step = part[:5]
     out = _empty(part)
     if out.numel() == 0 or out.is_meta:
@@ -170,7 +179,8 @@ def _by_reference(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _pieces(sizes: list[int], strides: list[int], offset: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of a flattened part, each with the positions of its elements in the whole tensor."""
+    """Divide a part of a whole tensor into slices of at most `REFERENCE_CHUNK` elements. Yield each slice of the
+    flattened part, with the positions of its elements in the whole tensor."""
     count = math.prod(sizes)
     for begin in range(0, count, REFERENCE_CHUNK):
         end = min(begin + REFERENCE_CHUNK, count)
@@ -183,16 +193,18 @@ def _pieces(sizes: list[int], strides: list[int], offset: int, device: torch.dev
 
 
 def _cost(made: Tensor) -> Cost:
-    """Flops: a product and a sum for each number. The generator's integer operations do not count."""
+    """Bytes and flops of an operator that makes random numbers. A number takes two flops, a product and a sum; the
+    generator's integer operations do not count."""
     return Cost(0, distinct_bytes([made]), {precision_of(made.dtype): 2 * made.numel()})
 
 
 @cache
 def _words_between(mean: float, std: float, low: float, high: float) -> tuple[int, int]:
-    """The first and the last 32-bit word whose normal number is between the bounds `low` and `high`.
+    """The smallest and the largest 32-bit word that gives a number from `low` to `high`.
 
-    The words are found by search. An error function would compute the words directly, but libraries' error functions
-    differ in their last bits.
+    The generator converts each 32-bit word to a number of the normal distribution with this mean and standard
+    deviation; a larger word never gives a smaller number. The two words are found by binary search. An error function
+    would compute the words directly, but libraries' error functions differ in their last bits.
     """
     if low == -math.inf and high == math.inf:
         return 0, WORD
@@ -205,13 +217,15 @@ def _words_between(mean: float, std: float, low: float, high: float) -> tuple[in
 
 
 def _dropped_words(p: float) -> int:
-    """How many of the generator's 2^32 words drop an element, for a dropout probability p below 1."""
+    """How many of the 2^32 possible words of the generator drop an element, for a dropout probability p below 1. An
+    element is dropped if its word is below this number."""
     return min(round(p * 2**32), WORD)
 
 
 @cache
 def _kept_scale(p: float, inside: torch.dtype) -> float:
-    """1 / (1 - p), the factor of the elements that are not dropped, for p below 1, rounded to the dtype `inside`."""
+    """1 / (1 - p), by which the elements that are not dropped are multiplied, for p below 1. The factor is rounded to
+    the dtype `inside`, in which the kernel computes."""
     return _rounded(1 / (1 - p), inside)
 
 
@@ -323,7 +337,7 @@ def random_normal(
 
 
 def _share_between(mean: float, std: float, low: float, high: float) -> float:
-    """The fraction of a normal distribution between bounds."""
+    """The probability that a number of a normal distribution lies between `low` and `high`; 0 if `std` is 0."""
     if std == 0:
         return 0.0
     width = std * math.sqrt(2)

@@ -173,10 +173,10 @@ def quantile_table(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Values:
-    """A distribution: shift + scale * u, limited to [low, high], with u uniform in [0, 1) or standard normal. Normal
-    numbers are the quantiles of the words from `lower_word` to `lower_word + last_word`. Numbers are computed in
-    float64, where the product of two float32 numbers is exact and the sum rounds once. The float64 result is then
-    rounded to float32 and to the dtype. Only float64 uniform numbers are not rounded to float32.
+    """The distribution of random numbers: shift + scale * u, limited to [low, high], with u uniform in [0, 1) or
+    standard normal. Normal numbers are the quantiles of the words from `lower_word` to `lower_word + last_word`.
+    Numbers are computed in float64, where the product of two float32 numbers is exact and the sum rounds once. The
+    float64 result is then rounded to float32 and to the dtype. Only float64 uniform numbers are not rounded to float32.
     """
 
     normal: bool

@@ -52,9 +52,10 @@ def _norm(config: GptConfig) -> nn.Module:
 
 
 def summed_and_normed(norm: nn.Module, x: Tensor | None, update: Tensor | Summand | None) -> tuple[Tensor, Tensor]:
-    """Return (x + update, norm(x + update)), or (x, norm(x)) without an update.
+    """Return (x + update, norm(x + update)), or (x, norm(x)) if update is None.
 
-    If the update is a `Summand`, its sum over the ranks is added.
+    x is the residual connection, and update the result of a sublayer. If update is a `Summand`, the sum of its parts
+    over the tensor parallel ranks is added instead.
     """
     if isinstance(update, Summand):
         return update.summed_and_normed(norm, x)
@@ -185,7 +186,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None, cache: Remembered | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Map (x, update), whose sum is the input, to two tensors whose sum is the result; all are (B, S, W)."""
+        """Map (x, update), whose sum is the block's input, to two tensors whose sum is the block's result. All four are
+        (B, S, W)."""
         if self.selective:
             return self._selective(x, update, rotation, cache)
         x, normed = summed_and_normed(self.attention_norm, x, update)

@@ -81,21 +81,21 @@ def generate(
             probable token.
         stop: tokens that end a sequence; the result includes the token that ended the sequence.
         sequences: a sequence number for each prompt; None: 0, 1, 2, ... Random numbers depend only on the sequence
-            number, the seed and the position. So a prompt with the same sequence number gets the same text in any
-            batch.
-        batch: maximum number of sequences at once; None: all prompts. Prompts beyond this number wait.
-        pages: number of pages of the cache; None: the maximum that `batch` sequences can need. With fewer pages,
-            prompts wait for pages.
-        page: number of positions in a page.
+            number, the seed and the position. So a prompt with the same sequence number gets the same text whichever
+            other prompts are generated with it.
+        batch: maximum number of prompts that are continued at the same time; None: all prompts. Further prompts wait.
+        pages: number of pages in the cache of keys and values; None: the maximum that `batch` sequences can need. With
+            fewer pages, prompts wait until pages are free.
+        page: number of positions whose keys and values a page holds.
 
     Returns:
         The new tokens of each prompt, in the order of the prompts.
 
     Raises:
-        TypeError, ValueError: the model is a pipeline stage, is in training mode, is on the meta device, or its ranks
-            share sequences.
+        TypeError, ValueError: the model is a pipeline stage, is in training mode or is on the meta device, or its ranks
+            split each sequence among them (sequence parallelism or context parallelism).
         TypeError, ValueError: a prompt is empty, too long or has unknown tokens, a number is out of range, or the cache
-            is too small for a prompt.
+            has too few pages for a prompt.
         FloatingPointError: the model's logits are NaN or infinite, so no token can be chosen.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -111,12 +111,12 @@ def generate(
 class _Sequence:
     """A prompt and its state during generation."""
 
-    index: int
-    tokens: list[int]
+    index: int  # index of the prompt in the list of all prompts
+    tokens: list[int]  # the prompt's tokens
     budget: int  # maximum number of new tokens
-    number: int
-    row: int = -1
-    pages: list[int] = field(default_factory=list)
+    number: int  # the sequence number, on which random numbers depend
+    row: int = -1  # the sequence's row in the batch
+    pages: list[int] = field(default_factory=list)  # numbers of the sequence's pages in the cache
     count: int = 0  # new tokens so far
     ended: bool = False
 
@@ -250,7 +250,8 @@ class Generation:
         return begun
 
     def _chosen(self, members: list[_Sequence], tokens: list[int]) -> Iterator[tuple[int, int]]:
-        """Yield the chosen tokens.
+        """Yield (index of the prompt, token) for each of the sequences `members`. `tokens` has the token that was
+        chosen for each sequence; a negative number means that no token could be chosen.
 
         All tokens are counted, and the finished sequences are ended, before the first token is yielded, because the
         caller may stop the iteration at any token.
@@ -289,7 +290,8 @@ class Generation:
     # ---- computation -----------------------------------------------------------------------------------------------
 
     def _make_state(self, width: int) -> None:
-        """Allocate the tensors that a step reads and writes: R rows, each with room for W pages."""
+        """Allocate the tensors that a decoding step reads and writes: a row for each sequence that is decoded at the
+        same time. A row has room for the numbers of `width` pages."""
         rows, where = self.rows, self.device
         self._active: dict[int, _Sequence] = {}
         self._free_rows = list(reversed(range(rows)))
@@ -312,7 +314,7 @@ class Generation:
         return tokens
 
     def _prefill(self, members: list[_Sequence]) -> list[int]:
-        """Prefill prompts and choose the next token of each."""
+        """Run the model on the prompts `members` to fill the cache, and choose the first new token of each prompt."""
         longest, width = max(len(each.tokens) for each in members), self._table.shape[1]
         padded = [each.tokens + [0] * (longest - len(each.tokens)) for each in members]
         table = [each.pages + [0] * (width - len(each.pages)) for each in members]
@@ -353,7 +355,7 @@ class Generation:
         return [tokens[each.row] for each in members]
 
     def _decode(self, count: int | None = None, windowed: int | None = None) -> None:
-        """Run a decoding step: choose the next token of each row.
+        """Run one decoding step: choose the next token of the sequence in each row of the batch.
 
         `count` is the number of positions that a layer without a window attends to, summed over the rows. `windowed` is
         this sum for a layer with a window. Each is None if the host does not know it.
@@ -373,9 +375,12 @@ class Generation:
         self._positions.copy_(torch.where(self._positions < 0, -1, here))
 
     def _choose(self, x: Tensor | None, update: Tensor | Summand | None, rows: Tensor, positions: Tensor) -> Tensor:
-        """Choose the tokens (B,) at positions (B,) of rows (B,).
+        """Choose the next token of B sequences: (B,).
 
-        x and update are the layers' results at the previous positions, (B, 1, W).
+        Args:
+            x, update: the results of the model's layers at each sequence's last position so far, (B, 1, W).
+            rows: (B,) the row of each sequence in the batch.
+            positions: (B,) the position of each next token in its sequence.
         """
         assert self.model.head is not None
         logits = self.model.head.own_logits(x, update)[:, 0]  # (B, v), for the v tokens that this rank holds
@@ -385,7 +390,8 @@ class Generation:
         return choose_on_ranks(logits, numbers, self.sampling, self.model.config.vocabulary, self.model.group)
 
     def _norm_sums(self) -> NormSums | None:
-        """The kernels that sum over the ranks in a step; None: NCCL sums. All ranks make the same choice."""
+        """The object that sums over the tensor parallel ranks in a decoding step, with a kernel. None: NCCL sums
+        instead. All ranks make the same choice."""
         sums = norm_sums(self.model.group, self.device)
         refused = sums.refused(self.rows, self.model.config.width, self.dtype)
         if not refused:
@@ -395,7 +401,7 @@ class Generation:
         return None if refused else sums
 
     def _captured_step(self) -> Callable[[], None]:
-        """Capture a step as a CUDA graph.
+        """Capture a decoding step as a CUDA graph, and return a function that replays the graph.
 
         The step first runs twice, because lazy initialization must not happen during capture. Then tokens and positions
         are restored. Ranks capture and replay together. The graph contains the communication of the ranks, so the graph
@@ -419,9 +425,13 @@ class Generation:
 
 
 def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Group prompts to prefill together; returns their indices, longest first.
+    """Divide prompts into groups that are prefilled in one forward pass. Return the indices of each group's prompts,
+    longest prompt first.
 
-    A group, padded to its longest prompt, has at most `tokens` tokens, unless a single prompt has more.
+    Args:
+        lengths: number of tokens of each prompt.
+        tokens: maximum number of tokens of a group whose prompts are padded to the longest of them. A single prompt may
+            have more tokens; it is then a group by itself.
     """
     groups: list[list[int]] = []
     room = 0

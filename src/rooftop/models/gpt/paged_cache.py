@@ -25,7 +25,7 @@ PAGE = 16
 
 
 class PagedCache:
-    """A pool of pages of keys and values, without gradients.
+    """A pool of pages that hold the keys and values of sequences, without gradients.
 
     Args:
         config: config of the model. A tensor parallel rank passes `config.of_rank(ranks)`, because it holds only its
@@ -103,7 +103,7 @@ class PagedCache:
         self._free.extend(reversed(pages))
 
     def first(self, table: Tensor, lengths: Tensor, positions: int) -> FirstPositions:
-        """Create the layers' cache for the prefill of prompts.
+        """Create the cache that the layers use while prompts are prefilled.
 
         Args:
             table: (B, W), the numbers of each prompt's pages.
@@ -115,7 +115,7 @@ class PagedCache:
     def next(
         self, table: Tensor, positions: Tensor, count: int | None = None, windowed: int | None = None
     ) -> NextPosition:
-        """The layers' cache for one new token of each sequence.
+        """Create the cache that the layers use in a decoding step, for one new token of each sequence.
 
         Args:
             table: (B, W), the numbers of each sequence's pages.

@@ -35,13 +35,13 @@ PLAIN = ("state_dict", "model", "model_state_dict", "module", "net", "network", 
 """Keys under which scripts save the state dict of a model."""
 
 AVERAGED = re.compile(r"(^|[_./])(ema|swa|averaged?|avg|polyak|shadow)([_./]|$)", re.IGNORECASE)
-"""Names for averaged weights: by exponential moving averages (EMA) or stochastic weight averaging (SWA)."""
+"""Matches keys that name averages of weights: exponential moving averages (EMA) or stochastic weight averages (SWA)."""
 
 ONLINE = "online_model."
 """ema_pytorch's prefix for the trained weights, which it stores next to the averaged weights."""
 
 COUNT = "n_averaged"
-"""The key under which `AveragedModel` counts averaged models."""
+"""The key under which `AveragedModel` stores how many states of the model it has averaged."""
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Texts that DataParallel, `torch.compile`, FSDP and activation checkpointing insert into the keys of a model."""
@@ -51,15 +51,17 @@ SIGNS = (
     "embedding.tokens.weight", "transformer.wte.weight", "wte.weight", "model.embed_tokens.weight",
     "embed_tokens.weight",
 )  # fmt: skip
-"""Keys by which this package's models are recognized, in all dialects (naming schemes of libraries)."""
+"""Keys of tensors by which Rooftop's models are recognized in a state dict, in all dialects (naming schemes of
+libraries). Each model has a key that is one of these, or that ends with one of them.
+"""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The weights of a model in a file.
+    """The weights of one model that were found in a checkpoint file.
 
     Attributes:
-        tensors: the tensors by the model's keys.
+        tensors: the model's tensors by their keys, without prefixes.
         taken: a text that names the chosen weights of the file, and says whether they are averaged.
         averaged: whether the tensors are averages over training steps.
         others: names of other weights in the file, as values for `part`.
@@ -79,13 +81,14 @@ class _Candidate:
 
 
 def weights_in(content: Any, part: str | None = None) -> Contents:
-    """Find the weights of one model in a file's contents.
+    """Find the weights of one model in the contents of a checkpoint file.
 
     If a file has weights and their averages, the averages are returned, because training evaluates with them.
 
     Args:
         content: the result of `torch.load`.
-        part: a name in `Contents.others`, or a name that an error message lists. None: the only model, or its averages.
+        part: which weights of the file to return: a name in `Contents.others`, or a name that an error message lists.
+            None: the only model, or its averages.
 
     Raises:
         WeightsError: there are no weights, several models, several averages, no such part, or two tensors for one key.
@@ -132,7 +135,8 @@ def _named(content: Any) -> str:
 
 
 def _state_dicts(content: Any, path: tuple[str, ...] = ()) -> Iterator[_Candidate]:
-    """Find the state dicts in a file's contents; yields each with its path of keys."""
+    """Find the state dicts in the contents of a checkpoint file. Yield each with a name: the keys that lead to it,
+    joined by "/". `path` has the keys that lead to `content`."""
     if not isinstance(content, Mapping) or len(path) > 3:
         return
     if all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()):
@@ -155,7 +159,8 @@ def _state_dicts(content: Any, path: tuple[str, ...] = ()) -> Iterator[_Candidat
 
 
 def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the path of each list of averaged tensors without names, such as the lists that torch_ema saves."""
+    """Yield the path (the keys that lead to it, joined by "/") of each list of averaged tensors. Such lists, which
+    torch_ema saves, lack the names of the tensors."""
     if not isinstance(content, Mapping) or len(path) > 3:
         return
     for key, value in content.items():
@@ -171,7 +176,7 @@ def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str
 
 
 def _models_in(found: _Candidate) -> Iterator[_Candidate]:
-    """Split a state dict into its models, by the prefixes of the keys; the prefixes are removed."""
+    """Split a state dict into the models that it contains, by the prefixes of its keys. The prefixes are removed."""
     tensors = _unwrapped(found.tensors)
     prefixes = _prefixes(tensors)
     averaged = found.averaged or COUNT in tensors
@@ -193,7 +198,7 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
 
 
 def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefixes and infixes that wrappers have added to the keys.
+    """Remove from the keys the prefixes and infixes that wrappers (`WRAPPERS`) have added.
 
     Raises:
         WeightsError: two tensors have the same key after the removal.
@@ -215,7 +220,12 @@ def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _prefixes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Find the prefix of each model: the shortest prefixes before one of the `SIGNS`."""
+    """Find the prefix of each model's keys in a state dict with one or several models.
+
+    Each model has a tensor whose key ends with one of the `SIGNS` (keys by which Rooftop's models are recognized). The
+    text before the sign is the model's prefix; "" if there is none. A prefix that begins with a shorter prefix is left
+    out.
+    """
     ends = [key.removesuffix(sign) for sign in SIGNS for key in tensors if key == sign or key.endswith(f".{sign}")]
     shortest: list[str] = []
     for prefix in sorted(set(ends), key=lambda each: (len(each), each)):

@@ -58,7 +58,8 @@ class SharedPlaces:
         _mark(place, corners, starts, counts, owners, self.owner, self.several)
 
     def hold(self, places: Numbers) -> None:
-        """Mark these places as if several owners used them. Call this after both passes."""
+        """Mark places as if several owners used them, so that simplification keeps them. Call this after both
+        passes."""
         self.several[places] = 1
 
 
@@ -90,7 +91,7 @@ def _mark(place, corners, starts, counts, owners, owner, several):  # type: igno
 
 @dataclass(frozen=True)
 class Connections:
-    """The connected parts and the edges of a batch.
+    """The connected parts and the edges of a batch of triangles.
 
     Attributes:
         parts: the number of connected parts of the batch's triangles.
@@ -116,10 +117,10 @@ class Connections:
 
     @classmethod
     def of(cls, excerpt: Excerpt, several: npt.NDArray[np.uint8]) -> Connections:
-        """Find the parts and edges of a batch from its triangles.
+        """Find the connected parts and the edges of a batch from its triangles.
 
         Args:
-            excerpt: the batch.
+            excerpt: the triangles of the batch, with their vertices.
             several: (places,) whether other batches use a place.
         """
         at = excerpt.vertices.place
@@ -152,7 +153,7 @@ class Connections:
 
 @dataclass(frozen=True)
 class Whole:
-    """The combined results of all batches.
+    """The connected parts and the edges of the whole mesh, combined from the results of all batches of triangles.
 
     Attributes:
         parts: (V,) the part of each vertex; None if there is one part.
@@ -166,7 +167,7 @@ class Whole:
 
     @classmethod
     def of(cls, batches: list[Connections], used: Callable[[int], Numbers], vertices: Vertices) -> Whole:
-        """Combine the results of all batches.
+        """Combine the results of all batches of triangles.
 
         Args:
             batches: results of the batches, in order.
@@ -188,7 +189,7 @@ class Whole:
 
     @classmethod
     def of_faces(cls, vertices: Vertices, faces: Numbers) -> Whole:
-        """Find the parts and edges of a mesh that is a single batch."""
+        """Find the connected parts and the edges of a mesh whose triangles are a single batch."""
         several = np.zeros(int(vertices.place.max()) + 1, np.uint8)
         return cls.of([Connections.of(Excerpt.of(vertices, faces), several)], lambda _: np.unique(faces), vertices)
 

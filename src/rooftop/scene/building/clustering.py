@@ -49,7 +49,7 @@ class Clusters:
     encoded: Encoded
 
     def part(self, chosen: Ints) -> Clusters:
-        """A selection of these clusters, in ascending order."""
+        """Only the clusters with the indices `chosen`, which are in ascending order."""
         if len(chosen) == len(self.triangles):
             return self
         rows = taken(starts_of(self.triangles)[chosen], self.triangles[chosen])
@@ -75,7 +75,7 @@ class Local:
 
 
 def localized(corners: Corners, counts: Ints) -> Local:
-    """Number the vertices of pieces.
+    """Number the vertices of each piece from 0.
 
     Args:
         corners: (T, 3) corners of all pieces, piece by piece, as indices of the mesh's vertices.
@@ -94,13 +94,13 @@ def local_points(vertices: Vertices, local: Local) -> npt.NDArray[np.float32]:
 
 
 def cut(vertices: Vertices, corners: Corners, counts: Ints, levels: Ints) -> Clusters:
-    """Cut pieces into clusters.
+    """Cut P pieces (runs of triangles) into clusters.
 
     Args:
         vertices: vertices of the mesh.
-        corners: (T, 3), piece by piece.
+        corners: (T, 3) corners of the triangles of all pieces, piece by piece, as indices of `vertices`.
         counts: (P,) number of triangles of each piece.
-        levels: (P,) level of the clusters of each piece.
+        levels: (P,) level of detail of the clusters of each piece.
     """
     local = localized(corners, counts)
     points = local_points(vertices, local)

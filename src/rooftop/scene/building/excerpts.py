@@ -20,12 +20,12 @@ Numbers = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Triangles and their vertices.
+    """A batch of triangles of a mesh, and the vertices that these triangles use.
 
     Attributes:
         vertices: vertices that the triangles use, and vertices that replace these (`Vertices.merged`).
         numbers: (V,) the number of each vertex in the mesh, ascending.
-        corners: (T, 3) corners as indices of these vertices.
+        corners: (T, 3) corners of the triangles, as indices of `vertices`.
     """
 
     vertices: Vertices

@@ -1,4 +1,5 @@
-"""Choose the clusters to simplify together: groups of usually 8 to 32 neighbours that share many vertices."""
+"""Choose the clusters to simplify together: groups of usually 8 to 32 neighbouring clusters that share many
+vertices."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ GROUP_BYTES = layouts.PAGE_BYTES - 4 * (
 
 
 def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[np.float32], sizes: Ints) -> Ints:
-    """Assign each cluster to a group; groups are numbered along Morton's curve.
+    """Assign each of C clusters to a group of clusters. Return the groups' numbers (C,), which follow Morton's curve.
 
     Args:
-        places: (T, 3) places of all corners, cluster by cluster.
+        places: (T, 3) places (vertex positions) of the corners of all triangles, cluster by cluster.
         triangles: (C,) number of triangles of each cluster.
         spheres: (C, 4) sphere around each cluster.
         sizes: (C,) bytes of each cluster's head and streams.
@@ -67,14 +68,14 @@ def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
 
 
 def _in_order(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
-    """The numbers of all parts, in the order of their centres along Morton's curve."""
+    """The numbers of all parts (preliminary groups of clusters), in the order of their centres along Morton's curve."""
     present = np.unique(parts)
     order: Ints = present[np.argsort(morton_codes(_middles(parts, spheres)[present]), kind="stable")]
     return order
 
 
 def _middles(parts: Ints, spheres: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """The mean centre of the spheres of each part; 0 for parts without spheres."""
+    """The mean centre of the spheres around the clusters of each part; 0 for a part without clusters."""
     counts = np.maximum(np.bincount(parts), 1)
     return np.column_stack([np.bincount(parts, spheres[:, axis]) / counts for axis in range(3)])
 
@@ -88,7 +89,8 @@ def _along_curve(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
 
 
 def _divided(parts: Ints, sizes: Ints) -> Ints:
-    """Divide groups that have more than MOST clusters or would not fit into a page."""
+    """Divide groups of clusters that have more than MOST clusters or would not fit into a page. `parts` is the group of
+    each cluster, and `sizes` each cluster's bytes."""
     counts, totals = np.bincount(parts), np.bincount(parts, sizes)
     if not ((counts > MOST) | (totals > GROUP_BYTES)).any():
         return parts

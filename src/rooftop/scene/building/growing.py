@@ -61,8 +61,8 @@ def grown(
     """Cut pieces into clusters of at most MAX_TRIANGLES triangles and MAX_VERTICES vertices.
 
     Args:
-        corners: (T, 3) of all pieces, as indices of each piece's vertices.
-        points: (V, 3) of all pieces.
+        corners: (T, 3) corners of the triangles of all pieces, piece by piece, as indices of each piece's vertices.
+        points: (V, 3) positions of the vertices of all pieces, piece by piece.
         starts, firsts: (P + 1,) where the triangles and vertices of each piece start.
         least: a cluster of at least this many triangles may end early.
         splits: (P,) for each piece, a cluster without neighbours ends early if the nearest triangle is farther away
@@ -86,7 +86,8 @@ def grown(
 
 @helper
 def _triangles_around(corners: Any, vertices: Any) -> Any:
-    """Build the lists of triangles around each vertex: start of each list, length of each list, and all lists."""
+    """For each vertex, list the triangles that use it. Return the start of each vertex's list, the length of each list,
+    and all lists in one array."""
     live = np.zeros(vertices, np.int32)
     for triangle in range(len(corners)):
         for corner in range(3):

@@ -1,9 +1,10 @@
-"""Build the levels of a mesh: group clusters, simplify each group and cut it into new clusters, until one cluster is
-left.
+"""Build the levels of detail of a mesh. Clusters of triangles are grouped, and each group is simplified and cut into
+fewer, coarser clusters, until one cluster is left.
 
-A step takes the front (the coarsest clusters so far), groups it, and replaces each group by the clusters of its
-simplified triangles. If a group does not shrink, its clusters stay in the front, and the next step groups them
-differently. After a few tries, or when no group shrinks any more, these clusters stay without a replacement.
+A step takes the front (the coarsest clusters so far), divides it into groups of clusters, and replaces each group by
+the clusters of its simplified triangles. If a group does not become fewer clusters (does not shrink), its clusters stay
+in the front, and the next step groups them differently. After TRIES tries, or when no group shrinks any more, these
+clusters are never replaced by coarser ones.
 
 Batches of groups are processed in parallel. The batches and groups depend only on the mesh, so the file has the same
 bits for any number of workers.
@@ -58,13 +59,13 @@ CUTTING = 0.45  # approximate share of the build time that cutting the mesh take
 
 @dataclass(frozen=True)
 class Front:
-    """The clusters that have no replacement so far.
+    """The C clusters that no coarser clusters have replaced so far.
 
     Attributes:
-        corners: (T, 3) of all clusters, cluster by cluster.
+        corners: (T, 3) the vertices of all triangles of these clusters, cluster by cluster.
         triangles: (C,) number of triangles of each cluster.
-        numbers: (C,) the clusters' numbers, which count all clusters in order of creation.
-        tries: (C,) how often each cluster was in a group that did not shrink.
+        numbers: (C,) the clusters' numbers, which count all clusters of the build in order of creation.
+        tries: (C,) how often each cluster was in a group that did not become fewer clusters.
     """
 
     corners: Words
@@ -73,7 +74,7 @@ class Front:
     tries: Ints
 
     def part(self, chosen: Ints) -> Front:
-        """A selection of these clusters, in the given order."""
+        """A front of some of these clusters; `chosen` has their indices in this front, in order."""
         starts = starts_of(self.triangles)[:-1]
         rows = taken(starts[chosen], self.triangles[chosen])
         return Front(self.corners[rows], self.triangles[chosen], self.numbers[chosen], self.tries[chosen])
@@ -81,19 +82,20 @@ class Front:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """All clusters and groups of a mesh, at all levels.
+    """All C clusters of a mesh at all levels of detail, and all G groups of these clusters.
 
     Attributes:
-        heads: (C, CLUSTER_COLUMNS) of all clusters in order of creation. CLUSTER_SOURCE is the replaced group's index
-            in `spheres`; CLUSTER_STREAMS is not filled in yet.
-        streams: streams of all clusters, as a list of arrays in order of creation.
-        lengths: (C,) number of words of each cluster's streams.
-        levels: (C,) level of each cluster.
-        groups: (C,) the group of each cluster.
-        spheres: (G, 4) float32, sphere of each group.
-        errors: (G,) float32, error of each group; NEVER for a group without a replacement.
+        heads: (C, CLUSTER_COLUMNS) heads (descriptions) of all clusters, in order of creation. CLUSTER_SOURCE is the
+            index in `spheres` of the group that the cluster replaces; CLUSTER_STREAMS is not filled in yet.
+        streams: the words of all clusters' streams, as a list of arrays, in order of the clusters' creation.
+        lengths: (C,) number of 32-bit words of each cluster's streams.
+        levels: (C,) level of detail of each cluster; 0 is the finest.
+        groups: (C,) the group to which each cluster belongs.
+        spheres: (G, 4) float32, centre and radius of a sphere around each group.
+        errors: (G,) float32, error of the clusters that replace each group, in object units; NEVER for a group that no
+            clusters replace.
         non_manifold_edges: number of non-manifold edges of the mesh.
-        unshrunk: number of clusters that have no replacement because their groups did not shrink.
+        unshrunk: number of clusters that no clusters replace because their groups did not become fewer clusters.
     """
 
     heads: Words
@@ -108,18 +110,18 @@ class Hierarchy:
 
     @property
     def roots(self) -> int:
-        """Number of clusters without a replacement."""
+        """Number of clusters that no coarser clusters replace."""
         return int((self.errors[self.groups] == layouts.NEVER).sum())
 
 
 def build_levels(mesh: Mesh, progress: Progress, team: Team, lock_borders: bool = False) -> Hierarchy:
-    """Build the clusters of all levels, from the mesh's own faces to the root.
+    """Build the clusters of all levels of detail, from the mesh's own faces to the coarsest cluster.
 
     Args:
-        mesh: the source mesh.
-        progress: called with the current activity and the fraction done.
-        team: workers that have not run yet.
-        lock_borders: whether vertices of edges with a single face stay in place in all levels.
+        mesh: the mesh to build from.
+        progress: called with (text that names the current activity, fraction of the build that is done).
+        team: the processes that share the work; they have not run yet.
+        lock_borders: whether the vertices of edges with only one face keep their places in all levels.
     """
     levels = _Levels(mesh, progress, lock_borders)
     team.learn(levels.calls())
@@ -143,7 +145,15 @@ class _Column(Generic[V]):
 
 @dataclass(frozen=True)
 class _Cut:
-    """A worker's result for cutting triangles of the mesh. The worker also reordered the triangles in-place."""
+    """A worker's result for cutting some of the mesh's own triangles into clusters. The worker also reordered these
+    triangles in place, cluster by cluster.
+
+    Attributes:
+        triangles: (C,) number of triangles of each cluster.
+        spheres: (C, 4) centre and radius of a sphere around each cluster.
+        encoded: the clusters' heads and streams.
+        connections: the connected parts and the edges of these triangles.
+    """
 
     triangles: Ints
     spheres: Reals
@@ -153,15 +163,16 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Next:
-    """A worker's result for simplifying a batch of groups.
+    """A worker's result for simplifying a batch of G groups of clusters.
 
     Attributes:
-        errors: (G,) errors of simplification, in object units.
+        errors: (G,) error of each group's simplification, in object units.
         shrunk: (G,) whether the group became fewer clusters.
-        spheres: (G, 4) around the clusters of each group, and also around the replacement if vertices were added.
-        clusters: the clusters that replace the groups that shrank; None if no group did.
-        added: new vertices. In `clusters.corners`, they have the indices that follow those of the mesh's vertices, as
-            if no other batch added vertices.
+        spheres: (G, 4) centre and radius of a sphere around the clusters of each group. If vertices were added, the
+            sphere is also around the clusters that replace the group.
+        clusters: the clusters that replace the groups that became fewer clusters; None if no group did.
+        added: vertices that the simplification added. In `clusters.corners`, they have the indices that follow those of
+            the mesh's vertices, as if no other batch added vertices.
     """
 
     errors: npt.NDArray[np.float64]
@@ -173,11 +184,12 @@ class _Next:
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of a front's clusters; groups are formed within a run.
+    """A front's C clusters, divided into R runs of consecutive clusters. Groups of clusters are formed within a run.
 
     Attributes:
-        ends: (R + 1,), the start of each run, then the end of the last run.
-        starts: (C + 1,) the start of each cluster's triangles.
+        ends: (R + 1,) index of the first cluster of each run, then the number of clusters.
+        starts: (C + 1,) index of the first triangle of each cluster, then the number of triangles.
+        triangles: (C,) number of triangles of each cluster.
         spheres, sizes: (C, ...) as in `group`.
     """
 
@@ -190,15 +202,16 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Step:
-    """A front divided into groups.
+    """A front's C clusters, divided into G groups.
 
     Attributes:
-        order: (C,) clusters of the front, group by group.
-        cluster_starts: (C + 1,) the start of each cluster's triangles.
-        starts: (G + 1,) the start of the clusters of each group in `order`.
-        counts, triangles: (G,) numbers of clusters and triangles of each group.
-        levels: (G,) the level of each group's replacement.
-        spheres: (G, 4) around each group's clusters.
+        order: (C,) indices of the clusters in the front, group by group.
+        cluster_starts: (C + 1,) index of the first triangle of each cluster, then the number of triangles.
+        cluster_triangles: (C,) number of triangles of each cluster.
+        starts: (G + 1,) where the clusters of each group start in `order`, then the number of clusters.
+        counts, triangles: (G,) number of clusters, and number of triangles, of each group.
+        levels: (G,) level of detail of the clusters that replace each group.
+        spheres: (G, 4) centre and radius of a sphere around each group's clusters.
     """
 
     order: Ints
@@ -245,11 +258,11 @@ class _Levels:
         self.steps = 0
 
     def calls(self) -> list[Call]:
-        """The functions that workers will call, except the function that cuts the mesh."""
+        """The methods that the team's workers will call. The function that cuts the mesh is not one of them."""
         return [self._group, self._own, self._mark, self._hold, self._replace]
 
     def build(self, team: Team) -> Hierarchy:
-        """Build all levels."""
+        """Build all levels of detail, with the workers of `team`."""
         front = self._finest(team)
         total = len(front.triangles)
         while len(front.triangles) > 1:
@@ -266,7 +279,7 @@ class _Levels:
         )  # fmt: skip
 
     def _finest(self, team: Team) -> Front:
-        """Cut the mesh's own faces into clusters."""
+        """Cut the mesh's own faces into clusters, which form the first front."""
         what = f"cutting {len(self.mesh.faces):,} triangles"
         self.progress(what, 0.0)
         vertices, corners = self.mesh.vertices, self.corners
@@ -322,7 +335,8 @@ class _Levels:
         return Front(corners, triangles, np.concatenate(kept), np.zeros(len(triangles), np.int64))
 
     def _next(self, front: Front, total: int, team: Team) -> Front:
-        """Run one step: group the front's clusters, and replace each group by its simplified clusters."""
+        """Run one step: divide the front's clusters into groups, and replace each group by fewer, simplified clusters.
+        Return the next front. `total` is the number of clusters of the first front, for the progress."""
         what = f"simplifying {len(front.triangles):,} clusters"
         self.progress(what, self._fraction(len(front.triangles), total))
         numbers = front.numbers
@@ -386,12 +400,13 @@ class _Levels:
         self._progress(what, self._told)
 
     def _fraction(self, left: int, total: int) -> float:
-        """The finished fraction of the whole build when `left` clusters remain; `total` counts the finest clusters."""
+        """The finished fraction of the whole build when the front has `left` clusters. `total` is the number of
+        clusters of the first front."""
         return 1 - (1 - CUTTING) * left / total
 
     def _grouped(self, front: Front, team: Team) -> Ints:
-        """Assign a group to each cluster. In every other step, the runs are shifted by half a run, so that clusters on
-        both sides of a border between runs can get into one group."""
+        """Assign a group to each cluster of a front; return the groups' numbers (C,). In every other step, the runs are
+        shifted by half a run, so that clusters on both sides of a border between runs can get into one group."""
         count = len(front.triangles)
         many = -(-count // RUN_CLUSTERS)
         ends = np.linspace(0, count, many + 1)
@@ -412,7 +427,7 @@ class _Levels:
     # ---- functions of the workers ---------------------------------------------------------------------------------
 
     def _group(self, runs: _Runs, run: int) -> Ints:
-        """Assign groups to the clusters of a run."""
+        """Divide the clusters of run number `run` into groups; return the group of each cluster, counted from 0."""
         a, b = runs.ends[run], runs.ends[run + 1]
         places = self.mesh.vertices.place[self.corners[runs.starts[a] : runs.starts[b]]]
         return group(places, runs.triangles[a:b], runs.spheres[a:b], runs.sizes[a:b])
@@ -427,13 +442,15 @@ class _Levels:
         self.shared_places.hold(places)
 
     def _runs(self, step: _Step, batch: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
-        """For each cluster of a batch of groups: the start of its triangles, their number, and its group."""
+        """Return three arrays with an element for each cluster of a batch of groups: the index of the cluster's first
+        triangle, the number of its triangles, and its group."""
         chosen = step.order[step.starts[batch[0]] : step.starts[batch[1]]]
         groups = np.repeat(np.arange(*batch), step.counts[slice(*batch)])
         return step.cluster_starts[chosen], step.cluster_triangles[chosen], groups
 
     def _replace(self, step: _Step, batch: tuple[int, int]) -> _Next:
-        """Simplify a batch of groups, and cut the results into clusters."""
+        """Simplify a batch of groups of clusters: reduce the number of triangles of each group, and cut the simplified
+        triangles of each group into new clusters. `batch` is (first group, end) in the groups of `step`."""
         own = slice(*batch)
         triangles, counts, levels, spheres = step.triangles[own], step.counts[own], step.levels[own], step.spheres[own]
         corners = gathered(self.corners, *self._runs(step, batch)[:2])
@@ -457,7 +474,8 @@ class _Levels:
         return _Next(errors, shrunk, spheres, clusters, added)
 
     def _numbered(self, found: list[_Next], team: Team) -> None:
-        """Give the added vertices of all batches consecutive indices, and add them to the mesh."""
+        """Add the vertices that simplification added in all batches to the mesh, with consecutive indices. Correct
+        these indices in the new clusters."""
         first = len(self.mesh.vertices.grid)
         starts = starts_of([len(each.added.sources) for each in found])
         if not starts[-1]:
@@ -472,12 +490,12 @@ class _Levels:
                 each.clusters.corners[each.clusters.corners >= first] += start
 
     def _keep(self, encoded: Encoded, spheres: Reals, errors: Reals, sources: Ints | None) -> Ints:
-        """Number new clusters and keep their values for the file.
+        """Give new clusters numbers, and keep their heads and streams for the file. Return the numbers.
 
         Args:
-            encoded: the clusters.
-            spheres, errors: of each cluster; a cluster above the finest level has the values of the group that it
-                replaces.
+            encoded: the heads and streams of the new clusters.
+            spheres, errors: the sphere and the error of each cluster. A cluster above the finest level has the sphere
+                and the error of the group that it replaces.
             sources: the group that each cluster replaces; None at the finest level.
         """
         heads, count = encoded.heads, len(encoded.heads)
@@ -498,7 +516,12 @@ class _Levels:
         return numbers
 
     def _end(self, clusters: Ints, parts: Ints) -> None:
-        """Form groups from clusters that stay without a replacement. `parts` is the group of each cluster, from 0."""
+        """Form groups of clusters that no coarser clusters will replace. Such groups have the error NEVER.
+
+        Args:
+            clusters: numbers of these clusters.
+            parts: the group of each of them, counted from 0.
+        """
         order = np.argsort(parts, kind="stable")
         counts = np.bincount(parts)
         self.members.append((clusters[order], parts[order] + self.groups))
@@ -508,7 +531,8 @@ class _Levels:
 
 
 class _Fraction:
-    """A function that is called once for each finished item, and calls `told` with the finished fraction of items."""
+    """A function to call each time one of `items` items is finished. It then calls `told` with the fraction of the
+    items that are finished."""
 
     def __init__(self, items: int, told: Callable[[float], None]) -> None:
         self.items, self.told, self.done = items, told, 0
@@ -519,7 +543,8 @@ class _Fraction:
 
 
 def _batches(triangles: Ints) -> list[tuple[int, int]]:
-    """Divide items with these numbers of triangles into batches of consecutive items: (first, end) of each batch."""
+    """Divide items (pieces of the mesh or groups of clusters) into batches of consecutive items. Return (first item,
+    end) of each batch. `triangles` has the number of triangles of each item."""
     starts = starts_of(triangles)
     batches = []
     first, total = 0, int(starts[-1])
@@ -533,7 +558,8 @@ def _batches(triangles: Ints) -> list[tuple[int, int]]:
 
 
 def _joined(fronts: list[Front], corners: Words) -> Front:
-    """Concatenate fronts. Their corners are copied to the start of `corners`, one front after another."""
+    """Concatenate fronts to one front. Their corners are copied to the start of the array `corners`, one front after
+    another."""
     count = sum(len(each.corners) for each in fronts)
     return Front(
         np.concatenate([each.corners for each in fronts], out=corners[:count]),

@@ -20,7 +20,7 @@ class Added:
     """Copies of the mesh's vertices, moved to other positions.
 
     Attributes:
-        sources: (N,) the copied vertices.
+        sources: (N,) indices of the copied vertices in the mesh.
         grid: (N, 3) int32 positions, in steps of the grid.
         places: (N,) equal for vertices at the same place, numbered from 0.
     """

@@ -59,7 +59,8 @@ class Simplified:
     """The triangles that remain in each group after simplification.
 
     Attributes:
-        corners: (T, 3) of all groups, group by group; a group that did not shrink has none.
+        corners: (T, 3) corners of the triangles of all groups, group by group. A group whose number of triangles did
+            not shrink enough has none.
         counts: (G,) number of remaining triangles of each group.
         errors: (G,) float64, the distance of the simplified surface from the earlier surface, in steps of the grid.
         added: vertices that are not in the mesh; in `corners` they have indices from V on.
@@ -72,11 +73,11 @@ class Simplified:
 
 
 def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.bool_]) -> Simplified:
-    """Simplify groups.
+    """Simplify G groups of clusters to about half of their triangles each.
 
     Args:
-        mesh: the mesh with the vertices.
-        corners: (T, 3) of all groups, group by group.
+        mesh: the mesh whose vertices the triangles use.
+        corners: (T, 3) corners of the triangles of all groups, group by group.
         counts: (G,) number of triangles of each group.
         locked: (V,) whether a vertex must be neither moved nor removed.
     """
@@ -121,7 +122,7 @@ def _thinned(
 
     Args:
         mesh, locked: as for `simplify`.
-        corners: (T, 3) of the group.
+        corners: (T, 3) corners of the group's triangles.
         parts: the group's loose parts.
         kept, error: the triangles that remain after simplification, and the error of simplification.
     """
@@ -151,8 +152,8 @@ def without_flat(vertices: Vertices, corners: Corners) -> Corners:
 
 
 def _target(triangles: int, vertices: int) -> int:
-    """Choose the number of triangles to keep: about half, rounded to full clusters. A full cluster has 128 triangles,
-    or fewer if triangles share few vertices."""
+    """Choose the number of triangles of a group to keep: about half, rounded to full clusters. A full cluster has 128
+    triangles, or fewer if triangles share few vertices."""
     full = min(layouts.MAX_TRIANGLES, int(VERTICES_USED * layouts.MAX_VERTICES * triangles / vertices))
     return max(1, round(triangles / (2 * full))) * full
 

@@ -1,4 +1,6 @@
-"""Read clusters, corners of triangles and vertices from pages. `layouts.py` describes the words."""
+"""Read clusters, triangles and vertices from the pages of a scene, on the device. A page is a sequence of 32-bit words,
+which `layouts.py` describes.
+"""
 
 import warp as wp
 
@@ -45,13 +47,13 @@ def real(word: wp.int32):
 
 @wp.func_native("return static_cast<const int*>(words.data)[at];")
 def word_at(words: wp.array(dtype=wp.int32), at: wp.int64) -> wp.int32:
-    """Read a word of the pages. `words[at]` would convert the index to int32, but there may be 2^31 words (8 GiB) or
-    more."""
+    """Read word `at` of `Resident.words`, which holds all pages. `words[at]` would convert the index to int32, but
+    there may be 2^31 words (8 GiB) or more."""
 
 
 @wp.func
 def bits(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp.int32):
-    """Read `count` bits (at most 32) that begin `bit` bits after the start of word `at`."""
+    """Read a number of `count` bits (at most 32) from `words`. It begins `bit` bits after the start of word `at`."""
     word = at + wp.int64(bit >> 5)
     both = wp.uint64(wp.uint32(word_at(words, word))) | (
         wp.uint64(wp.uint32(word_at(words, word + wp.int64(1)))) << wp.uint64(32)
@@ -77,11 +79,11 @@ def bit_length(number: wp.int32):
 
 @wp.struct
 class Head:
-    """Where the head of a cluster is, and which form it has."""
+    """Where the head (the description) of a cluster is, and which form it has: short, or old (before version 4)."""
 
-    at: wp.int64  # index of the head's first word
-    words: wp.int32  # number of words of the head; 0 in a page before version 4
-    replaces: wp.bool  # whether the head includes the group that the cluster replaces
+    at: wp.int64  # index of the head's first word in `Resident.words`
+    words: wp.int32  # number of words of a short head; 0 in a page before version 4
+    replaces: wp.bool  # whether the head states which group the cluster replaces
 
 
 @wp.struct
@@ -119,14 +121,15 @@ def whole_words(bit_count: wp.int32):
 
 @wp.func
 def attribute_bit(cluster: Cluster, vertex: wp.int32):
-    """The first bit of a vertex in the stream of attributes."""
+    """The number of bits before a vertex in a cluster's stream of attributes. `vertex` counts the cluster's
+    vertices."""
     width = cluster.normal_bits[0] + cluster.normal_bits[1] + cluster.uv_bits[0] + cluster.uv_bits[1]
     return vertex * (width + cluster.color_bits)
 
 
 @wp.func
 def head_of(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32):
-    """Locate the head of a cluster of a page."""
+    """Locate the head of a cluster. `page` counts the mesh's pages, and `index` the page's clusters, both from 0."""
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
     word = word_at(resident.words, at + wp.int64(PAGE_GROUPS))
     head = Head()
@@ -139,7 +142,8 @@ def head_of(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32)
 
 @wp.func
 def head_word(resident: Resident, head: Head, old: wp.int32, short: wp.int32):
-    """Read a word of a head, given the word's index in an old head (before version 4) and in a short head."""
+    """Read one word of a head. `old` is the word's index in a head from before version 4, and `short` the word's index
+    in a short head."""
     return word_at(resident.words, head.at + wp.int64(wp.where(head.words == 0, old, short)))
 
 
@@ -168,7 +172,7 @@ def source_of(resident: Resident, head: Head):
 
 @wp.func
 def box_length(box: wp.int32, axis: wp.int32):
-    """The bit width of a position along an axis, from the word HEAD_BOX."""
+    """The number of bits of a vertex's coordinate along an axis. `box` is the word HEAD_BOX of a short head."""
     return (box >> (axis * BOX_BITS)) & ((1 << LENGTH_BITS) - 1)
 
 
@@ -189,7 +193,7 @@ def extent_of(resident: Resident, head: Head, axis: wp.int32):
 
 @wp.func
 def read_old_head(resident: Resident, head: Head, page: wp.int64):
-    """Read the head of a cluster from before version 4."""
+    """Read a cluster's head of the form before version 4. `page` is the index of the page's first word."""
     words = resident.words
     cluster = Cluster()
     counts = word_at(words, head.at + wp.int64(CLUSTER_COUNTS))
@@ -208,7 +212,7 @@ def read_old_head(resident: Resident, head: Head, page: wp.int64):
 
 @wp.func
 def read_short_head(resident: Resident, head: Head, page: wp.int64):
-    """Read a short head."""
+    """Read a cluster's head of the short form. `page` is the index of the page's first word."""
     words = resident.words
     cluster = Cluster()
     counts = word_at(words, head.at + wp.int64(HEAD_COUNTS))
@@ -229,7 +233,8 @@ def read_short_head(resident: Resident, head: Head, page: wp.int64):
 
 @wp.func
 def read_head(resident: Resident, head: Head, page: wp.int64):
-    """Read a head, and set the position of the cluster's first stream, but not of the other streams."""
+    """Read a cluster's head of either form, and set the position of the cluster's first stream (the masks), but not of
+    the other streams. `page` is the index of the page's first word."""
     if head.words == 0:
         return read_old_head(resident, head, page)
     return read_short_head(resident, head, page)
@@ -292,13 +297,14 @@ def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, head: Head)
 
 @wp.func
 def mask_bit(words: wp.array(dtype=wp.int32), mask: wp.int64, triangle: wp.int32):
-    """Read a triangle's bit in a mask."""
+    """Read a triangle's bit in a mask (see `layouts.py`). `mask` is the index of the mask's first word."""
     return (word_at(words, mask + wp.int64(triangle >> 5)) >> (triangle & 31)) & 1
 
 
 @wp.func
 def reference(resident: Resident, cluster: Cluster, number: wp.int32):
-    """Read reference `number` from a cluster's stream of references."""
+    """Read one reference from a cluster's stream of references; `number` counts the references from 0. A reference
+    tells which earlier vertex is the corner of a triangle (see `layouts.py`)."""
     width = cluster.reference_bits
     return bits(resident.words, cluster.references, number * width, width)
 
@@ -306,7 +312,7 @@ def reference(resident: Resident, cluster: Cluster, number: wp.int32):
 @wp.func
 def position_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float32):
     """The position of a vertex, in object units from the mesh's origin. The result has the same bits in every cluster
-    that contains the vertex."""
+    that contains the vertex. `vertex` counts the cluster's vertices, and `step` is the distance of two grid points."""
     width = cluster.position_bits[0] + cluster.position_bits[1] + cluster.position_bits[2]
     bit = vertex * width
     position = wp.vec3()
@@ -319,7 +325,8 @@ def position_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp
 
 @wp.func
 def normal_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
-    """The unit normal of a vertex, from two numbers on an octahedron; only for meshes with normals."""
+    """The unit normal of a vertex. It is stored as two numbers, the coordinates of a point on an unfolded octahedron.
+    Only for meshes with normals."""
     bit = attribute_bit(cluster, vertex)
     numbers = wp.vec2()
     for axis in range(2):
@@ -338,7 +345,8 @@ def normal_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
 
 @wp.func
 def uv_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float32):
-    """The texture coordinates of a vertex; only for meshes that have them."""
+    """The texture coordinates (u, v) of a vertex; only for meshes with texture coordinates. `step` is the
+    distance of two points of the mesh's grid of texture coordinates."""
     bit = attribute_bit(cluster, vertex) + cluster.normal_bits[0] + cluster.normal_bits[1]
     u = bits(resident.words, cluster.attributes, bit, cluster.uv_bits[0])
     v = bits(resident.words, cluster.attributes, bit + cluster.uv_bits[0], cluster.uv_bits[1])
@@ -347,7 +355,7 @@ def uv_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float
 
 @wp.func
 def vertex_color_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
-    """The colour of a vertex, 0 to 1; only for meshes with colours."""
+    """The colour of a vertex: red, green and blue from 0 to 1. Only for meshes with colours."""
     bit = attribute_bit(cluster, vertex + 1) - cluster.color_bits
     packed = bits(resident.words, cluster.attributes, bit, 3 * COLOR_BITS)
     most = (1 << COLOR_BITS) - 1
@@ -359,7 +367,7 @@ def vertex_color_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
 
 @wp.func
 def material_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
-    """The material of a triangle: its cluster's material or, if the cluster has several materials, its own."""
+    """The number of a triangle's material. This is the cluster's material, unless each triangle has its own (MIXED)."""
     material = cluster.material
     if material == MIXED:
         material = bits(resident.words, cluster.materials, triangle * MATERIAL_BITS, MATERIAL_BITS)

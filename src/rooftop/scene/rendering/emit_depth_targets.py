@@ -42,7 +42,7 @@ MATERIAL_STEP = wp.constant(1.0 / 65536.0)  # step of material depth from one ma
 
 @wp.struct
 class Hit:
-    """The triangle at a pixel, and the point on it."""
+    """The triangle that is seen at a pixel, and the point on the triangle at the pixel."""
 
     rank: wp.int32
     pair: wp.int32
@@ -54,7 +54,7 @@ class Hit:
     a: wp.vec3  # the triangle's corners, in the mesh's units
     b: wp.vec3
     c: wp.vec3
-    parts: wp.vec3  # weight of each corner at the point; the point lies within the triangle
+    parts: wp.vec3  # barycentric weights of a, b and c at the point; the point lies within the triangle
 
 
 @wp.func
@@ -77,15 +77,17 @@ def longest_side(a: wp.vec3, b: wp.vec3, c: wp.vec3):
 
 @wp.func
 def shortened(vector: wp.vec3, longest: wp.float32):
-    """Divide a vector by a length that is first rounded down to a power of two, so that the division is exact."""
+    """Divide a vector by the length `longest`, which is first rounded down to a power of two, so that the division is
+    exact."""
     exponent = (wp.cast(longest, wp.int32) >> 23) & 255
     return wp.cast(wp.max(254 - exponent, 1) << 23, wp.float32) * vector
 
 
 @wp.func
 def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """Barycentric coordinates of the intersection of a pixel's ray with the plane of a triangle of the view, clamped to
-    the triangle.
+    """Barycentric coordinates of the point at which a pixel's ray meets the plane of a triangle, clamped to the
+    triangle. The corners `a`, `b` and `c` are in the coordinates of the view; `place` is the pixel's view, row and
+    column.
 
     The computation uses positions relative to the first corner. So the differences between the corners stay accurate,
     even if the triangle is small and far away.
@@ -124,14 +126,15 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
 
 @wp.func
 def rank_of(pixel: wp.int64):
-    """The rank of the cluster at a covered pixel: its index in `drawn` and in `records`."""
+    """The rank of the cluster at a covered pixel: the cluster's index in `Frame.drawn` and in `Frame.records`. `pixel`
+    is the pixel's value in the visibility buffer."""
     return wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK
 
 
 @wp.func
 def covering(pixel: wp.int64, recorded: Recorded):
-    """Find the triangle at a covered pixel, without its corners and the point on it. `recorded` is the record of the
-    triangle's cluster."""
+    """Find the triangle at a covered pixel. The fields of the triangle's corners and of the point on it stay unset.
+    `pixel` is the pixel's value in the visibility buffer, and `recorded` is the record of the triangle's cluster."""
     hit = Hit()
     hit.triangle = wp.int32(pixel) & (TRIANGLES - 1)
     hit.rank = rank_of(pixel)
@@ -162,13 +165,15 @@ def hit_of(resident: Resident, views: Views, frame: Frame, pixel: wp.int64, plac
 
 @wp.func
 def point_on(hit: Hit):
-    """The point of the triangle at the pixel, in the mesh's units, relative to the mesh's origin."""
+    """The surface point that is seen at the pixel. The point lies on the triangle `hit`; its coordinates are in the
+    mesh's units, relative to the mesh's origin."""
     return hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c
 
 
 @wp.func
 def vertex_color_at(resident: Resident, hit: Hit):
-    """The interpolated vertex colour at the pixel, 0 to 1; only for meshes with colours."""
+    """The vertex colour at the pixel, interpolated between the triangle's corners: red, green and blue from 0 to 1.
+    Only for meshes with colours."""
     return (
         hit.parts[0] * vertex_color_of(resident, hit.cluster, hit.corners[0])
         + hit.parts[1] * vertex_color_of(resident, hit.cluster, hit.corners[1])
@@ -186,7 +191,8 @@ def emit_velocity(
     view: wp.int32,
     hit: Hit,
 ):
-    """Write the motion of the hit point from the previous frame's picture to this one."""
+    """Write the motion in pixels of the surface point at the pixel, from the previous frame's picture to this frame's
+    picture. NaN if the point was nearer than the previous frame's near plane."""
     point = point_on(hit)
     now = on_screen(views, view, transformed(frame.to_view, hit.pair, point))
     was = transformed(frame.before, hit.pair, point)
@@ -199,7 +205,7 @@ def emit_velocity(
 
 @wp.func
 def emit_pixel(views: Views, targets: Targets, texel: wp.int32, view: wp.int32, pixel: wp.int64):
-    """Write the targets that need only the pixel of the visibility buffer."""
+    """Write the targets that need only the pixel's value in the visibility buffer: depth, coverage and triangle."""
     if targets.depth.shape[0] > 0:
         near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
         targets.depth[texel] = views.lens[view, LENS_NEAR] / near
@@ -223,7 +229,7 @@ def number_and_level(resident: Resident, frame: Frame, hit: Hit):
 
 @wp.func
 def emit_cluster(resident: Resident, frame: Frame, targets: Targets, texel: wp.int32, hit: Hit):
-    """Write the targets that need the pixel's cluster."""
+    """Write the targets that need the cluster at the pixel: cluster, level, material and material depth."""
     if targets.cluster.shape[0] + targets.level.shape[0] > 0:
         both = number_and_level(resident, frame, hit)
         if targets.cluster.shape[0] > 0:
@@ -240,8 +246,8 @@ def emit_cluster(resident: Resident, frame: Frame, targets: Targets, texel: wp.i
 
 @wp.func
 def emit_background(targets: Targets, texel: wp.int32):
-    """Write the values of background, as in `targets.BACKGROUND`. `shadows` and `base_colors` write the background of
-    their own targets."""
+    """Write the background's values (see `BACKGROUND` in `targets.py`) to a texel that no triangle covers. `shadows.py`
+    and `base_colors.py` write the background of their own targets."""
     if targets.depth.shape[0] > 0:
         targets.depth[texel] = wp.inf
     if targets.coverage.shape[0] > 0:
@@ -285,8 +291,8 @@ def emit_depth_targets(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """Write the targets if there is no base pass. A thread processes pixels in strides, and writes only targets that
-    are not empty."""
+    """Write the targets of all pixels if there is no base pass. Each thread processes every `stride`-th of the `texels`
+    pixels, and writes only targets whose arrays are not empty."""
     for thread in range(wp.tid(), texels, stride):
         at = pixel_at(views, thread)
         i = at[0]

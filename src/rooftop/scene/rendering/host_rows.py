@@ -1,6 +1,8 @@
-"""Host memory that the device uses: rows that kernels read, and a copy of a tensor.
+"""Host memory that the device accesses directly.
 
-If there are few rows, a copy to the device would take the host more time.
+`HostRows` are rows that the host writes and kernels read. For few rows, this takes the host less time than a copy to
+the device. `HostCopy` is memory into which the device copies a small tensor, such as a frame's counters, for the host
+to read.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from torch import Tensor
 
 
 class HostRows:
-    """Rows that the host writes and a kernel reads.
+    """An array of rows in host memory, which the host writes and kernels read.
 
     PyTorch's allocator does not know when kernels read the rows. So memory that is no longer needed is kept, and the
     next `HostRows` with the same shape reuses it.
 
     Attributes:
-        rows: the rows, as an array of NumPy. Call `wait` before you write.
-        there: the same rows, as an array of Warp on the device.
+        rows: the rows, as a NumPy array. Call `wait` before you write to it.
+        there: the same memory, as a Warp array that kernels on the device can read.
     """
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -56,10 +58,11 @@ class HostRows:
 
 
 class HostCopy:
-    """A copy of a tensor on the host, always in the same memory.
+    """Host memory into which the device copies an int32 tensor, such as a frame's counters. Each copy overwrites the
+    previous one.
 
     Args:
-        count: number of the tensor's elements, of int32.
+        count: number of elements of the tensor.
         device: device of the tensor.
     """
 
@@ -69,14 +72,15 @@ class HostCopy:
         self._arrived = torch.cuda.Event() if on_gpu else None
 
     def send(self, tensor: Tensor) -> None:
-        """Start to copy the tensor, after the work queued so far."""
+        """Start to copy the tensor to the host. The copy runs after the work that the current stream has queued so
+        far."""
         self._here.copy_(tensor, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> NDArray[np.int32]:
-        """Return the values that were sent last; the next call of `send` overwrites them. This method waits only for
-        the copy, not for work queued later."""
+        """Return the values of the tensor that was sent last. The next call of `send` overwrites them. This method
+        waits only for the copy, not for work that was queued after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         values: NDArray[np.int32] = self._here.numpy()

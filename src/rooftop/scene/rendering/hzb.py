@@ -17,7 +17,8 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 @wp.func
 def farthest_below(views: Views, frame: Frame, view: wp.int32, level: wp.int32, y: wp.int32, x: wp.int32):
-    """The farthest depth of the up to 2 x 2 texels that a texel covers in the level below (for level 1: pixels)."""
+    """The farthest depth within texel (y, x) of a level: over the up to 2 x 2 texels of the next finer level that the
+    texel covers. For level 1, these are pixels."""
     columns = ((views.pictures[view, PICTURE_WIDTH] - 1) >> (level - 1)) + 1
     rows = ((views.pictures[view, PICTURE_HEIGHT] - 1) >> (level - 1)) + 1
     farthest = wp.float32(1.0)
@@ -33,8 +34,9 @@ def farthest_below(views: Views, frame: Frame, view: wp.int32, level: wp.int32, 
 
 @wp.kernel
 def reduce_depths(views: Views, frame: Frame, level: wp.int32, upper: wp.int32, stride: wp.int32):
-    """Compute a level from the level below it. If `upper` is the next level, compute `upper` too, which halves the
-    number of launches. A thread computes a texel of `upper`; the texels of all views are numbered consecutively."""
+    """Compute a level of hierarchical z from the next finer level. If `upper` is the next level, compute `upper` too,
+    which halves the number of launches. A thread computes a texel of `upper`; the texels of all views are numbered
+    consecutively."""
     begin = wp.int32(0)
     for view in range(frame.cameras):
         last_x = views.pictures[view, PICTURE_WIDTH] - 1

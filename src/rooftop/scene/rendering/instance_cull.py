@@ -21,7 +21,8 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 @wp.func
 def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), counter: wp.int32, item: wp.int64):
-    """Append to a list; if the list is full, the item is only counted."""
+    """Append an item to the list `items`. `counter` is the index in `counters` of the list's length. If the list is
+    full, the item is only counted."""
     at = wp.atomic_add(counters, counter, 1)
     if at < items.shape[0]:
         items[at] = item
@@ -38,19 +39,20 @@ def append_node(frame: Frame, second: wp.int32, level: wp.int32, item: wp.int64)
 
 @wp.func
 def entry(pair: wp.int32, what: wp.int32):
-    """Make an entry of a list: pair << 32 | what."""
+    """Make an entry of a list of the culling kernels: pair << 32 | what. The pair is a view and an instance; `what` is
+    a node, a child, or a page and a cluster."""
     return (wp.int64(pair) << wp.int64(32)) | wp.int64(what)
 
 
 @wp.func
 def pair_of(item: wp.int64):
-    """The pair of an entry."""
+    """The pair (view and instance) of a list entry that `entry` made."""
     return wp.int32(item >> wp.int64(32))
 
 
 @wp.func
 def what_of(item: wp.int64):
-    """The item of an entry: a node, a child, or a page and a cluster."""
+    """What a list entry that `entry` made refers to: a node, a child, or a page and a cluster."""
     return wp.int32(item & wp.int64(0xFFFFFFFF))
 
 
@@ -95,7 +97,8 @@ def cull_instances(
     pairs: wp.int32,
     stride: wp.int32,
 ):
-    """Test instances in the first pass. `history` says whether there is a previous frame to test against."""
+    """Test instances in the first pass: whether a view may show them. `history` is not 0 if there is a previous frame,
+    against whose depths instances are tested."""
     for pair in range(wp.tid(), pairs, stride):
         view = pair // frame.instances
         mesh = resident.instance_mesh[pair - view * frame.instances]

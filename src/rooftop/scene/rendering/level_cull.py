@@ -62,7 +62,8 @@ SHOWN, HIDDEN, UNSEEN = wp.constant(0), wp.constant(1), wp.constant(2)
 
 @wp.func
 def three(nodes: wp.array3d(dtype=wp.int32), node: wp.int32, slot: wp.int32, first: wp.int32):
-    """Read three consecutive float32 values of a child entry, from its word `first` on."""
+    """Read three consecutive float32 values of an entry of the tree over the groups of clusters: child `slot` of node
+    `node`, from the child's word `first` on."""
     return wp.vec3(
         real(nodes[node, slot, first]), real(nodes[node, slot, first + 1]), real(nodes[node, slot, first + 2])
     )
@@ -95,7 +96,7 @@ def too_coarse(
     radius: wp.float32,
     error: wp.float32,
 ):
-    """Whether the error in pixels exceeds the allowed error."""
+    """Whether an error of the surface in the mesh's units exceeds the allowed error in pixels (see `pixels_off`)."""
     return pixels_off(resident, views, frame, pair, center, radius, error) > frame.pixel_error
 
 
@@ -118,7 +119,8 @@ def box_state(
 def follow(
     resident: Resident, frame: Frame, second: wp.int32, level: wp.int32, pair: wp.int32, node: wp.int32, slot: wp.int32
 ):
-    """Append a child that is a node to the nodes of a level, or a child that is a group to the list of groups."""
+    """Append child `slot` of a tree node to a list: to the nodes of tree level `level` if the child is a node, else to
+    the list of groups of clusters."""
     mesh = resident.instance_mesh[pair % frame.instances]
     row = resident.mesh[mesh, MESH_FIRST_NODE] + node
     if resident.nodes[row, slot, CHILD_KIND] == INNER:
@@ -138,7 +140,8 @@ def cull_nodes(
     level: wp.int32,
     stride: wp.int32,
 ):
-    """Test the children of a level's nodes; children that are nodes form the next level."""
+    """Test the children of the nodes in the list of tree level `level`. Children that are nodes form the list of the
+    next level."""
     count = wp.min(frame.counters[second * PASS + LEVEL + level], frame.nodes.shape[1])
     for i in range(wp.tid(), 8 * count, stride):
         item = frame.nodes[level & 1, i >> 3]
@@ -271,7 +274,7 @@ def cull_clusters(
 
 @wp.func
 def ask_clusters_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
-    """Test again the clusters that the first pass found hidden."""
+    """Test again the clusters that the first pass found hidden behind surfaces of the previous frame."""
     count = wp.min(frame.counters[HIDDEN_CLUSTERS], frame.hidden_clusters.shape[0])
     for i in range(thread, count, stride):
         item = frame.hidden_clusters[i]

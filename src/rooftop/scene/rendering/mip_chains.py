@@ -1,9 +1,12 @@
 """Compute mip chains: copies of an image, each half as wide and high as the previous one, down to a single texel.
 
-A texel of a level is the mean of the image over the texel's square, in linear light. If a side of a level is odd, each
-square of the next level overlaps three of the level's texels along that side. Each of these texels is weighted by its
-share of the square. All levels but the first are rounded to 8 bits once, as displayed (sRGB). float16 would take twice
-the memory, and the error of 8-bit rounding (at most half a step of 255) is less than the error of any filter.
+A level is one image of the chain; level 0 is the image itself. A texel of a level is the mean of the image over the
+texel's square, in linear light. If a level has an odd number of texels along a side, each square of the next level
+overlaps three of these texels. Each of them is weighted by its share of the square.
+
+The means are computed as floats. Each mean is then converted to sRGB and rounded to 8 bits, once. float16 would take
+twice the memory. The rounding changes a value by at most half of one of the 255 steps, which is less than the error of
+the filters that later sample the chain.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ _STEPS = to_linear((np.arange(255) + 0.5) / 255)
 
 
 def levels_of(width: int, height: int) -> list[tuple[int, int]]:
-    """The (width, height) of each level of a mip chain."""
+    """The (width, height) in texels of each level of the mip chain of an image, from the image itself to one texel."""
     count = max(width, height).bit_length()
     return [(max(width >> level, 1), max(height >> level, 1)) for level in range(count)]
 
 
 def mip_chain(texels: Bytes) -> list[Bytes]:
-    """Compute all levels of an image (H, W, 3); the image comes first."""
+    """Compute the mip chain of an image (H, W, 3) of 8-bit sRGB values: a list of its levels, the image itself
+    first."""
     found = [texels]
     # the previous level in linear light; None for the image, which is converted band by band
     finer: Floats | None = None
@@ -47,8 +51,13 @@ def mip_chain(texels: Bytes) -> list[Bytes]:
 
 
 def _rows_below(before: int, after: int, first: int, last: int) -> tuple[slice, Floats]:
-    """The rows of a level that are averaged to rows first..last of the next level, and the weights of the average, with
-    1 to 3 columns.
+    """Which rows of a level are averaged to rows `first` up to, but not including, `last` of the next level.
+
+    Args:
+        before, after: number of rows of the level, and of the next level.
+
+    Returns:
+        The range of rows of the level, and their weights (last - first, K): K rows (1 to 3) are averaged to a row.
     """
     if before == 1:
         return slice(0, 1), np.ones((1, 1), np.float32)
@@ -60,7 +69,8 @@ def _rows_below(before: int, after: int, first: int, last: int) -> tuple[slice, 
 
 
 def _mixed(source: Floats, weights: Floats) -> Floats:
-    """Mix rows (R, W, 3) to (N, W, 3): row i is the weighted sum of the source rows from 2 i on."""
+    """Average rows (R, W, 3) to (N, W, 3). With weights (N, K), row i of the result is the weighted sum of the K source
+    rows 2 i, 2 i + 1 and so on."""
     if weights.shape[1] == 1:
         return source
     count = len(weights)
@@ -70,7 +80,7 @@ def _mixed(source: Floats, weights: Floats) -> Floats:
 
 
 def _halved(rows: Floats) -> Floats:
-    """Reduce rows (R, W, 3) to half their width."""
+    """Average neighbouring texels of each row: (R, W, 3) to (R, W // 2, 3). Rows of a single texel stay unchanged."""
     width = rows.shape[1]
     if width == 1:
         return rows

@@ -76,8 +76,8 @@ class Placed:
         self._tensors["instance_mesh"][self._sent :] = REMOVED
 
     def _send(self, instances: Instances, rows: NDArray[np.int64]) -> None:
-        """Send rows to the device in one copy. The first row contains the number of rows that follow. A kernel writes
-        the rows that follow to the instances' tensors."""
+        """Send the instances with the indices `rows` to the device in one copy. The first row contains the number of
+        rows that follow. A kernel writes the rows that follow to the instances' tensors."""
         count = len(rows)
         few = count <= FEW_ROWS
         if few:

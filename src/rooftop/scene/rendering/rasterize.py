@@ -125,8 +125,8 @@ def nearness(views: Views, view: wp.int32, linear: wp.float32):
 
 @wp.func
 def put(frame: Frame, texel: wp.int32, near: wp.float32, low: wp.int64):
-    """Write a covered pixel. The nearest surface wins; among equally near surfaces, the last in the order of clusters
-    and triangles."""
+    """Write a pixel that a triangle covers to the visibility buffer. The nearest surface wins; among equally near
+    surfaces, the last in the order of clusters and triangles wins. `low` has the numbers of cluster and triangle."""
     value = (wp.int64(wp.cast(near, wp.int32)) << DEPTH_SHIFT) | low
     if value > frame.pixels[texel]:
         wp.atomic_max(frame.pixels, texel, value)
@@ -295,7 +295,7 @@ def narrow(point: wp.vec3d):
 @wp.kernel
 def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32, one_sided: wp.int32, stride: wp.int32):
     """Clip large triangles at the near plane and GUARD pixels away from the view's axis, and append the resulting
-    triangles to the pieces."""
+    triangles to the list of pieces."""
     count = wp.min(frame.counters[second * PASS + LARGE], frame.large.shape[0])
     for i in range(wp.tid(), count, stride):
         at = wp.int32(frame.large[i] >> TRIANGLE_SHIFT)
@@ -391,7 +391,7 @@ def edge(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32, px: wp.i
 
 @wp.func
 def edge_tie(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32):
-    """Apply `tie` to an edge of a piece."""
+    """Apply the rule `tie` to an edge of a piece (a clipped triangle)."""
     dx = frame.pieces[piece, 2 * end] - frame.pieces[piece, 2 * start]
     dy = frame.pieces[piece, 2 * end + 1] - frame.pieces[piece, 2 * start + 1]
     return wp.int64(tie(wp.int32(dx), wp.int32(dy)))
@@ -414,7 +414,7 @@ def misses(frame: Frame, piece: wp.int32, x: wp.int64, y: wp.int64, side: wp.int
 
 @wp.kernel
 def find_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
-    """List the tiles of the picture that each piece may touch."""
+    """List the tiles of the picture that each piece (clipped large triangle) may touch."""
     count = wp.min(frame.counters[second * PASS + PIECES], frame.pieces.shape[0])
     for i in range(wp.tid(), TILE_LANES * count, stride):
         piece = i // TILE_LANES
@@ -442,7 +442,8 @@ def find_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
 
 @wp.kernel
 def draw_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
-    """Draw the tiles, with a thread for each row of each tile."""
+    """Draw the pieces (clipped large triangles) in the tiles that `find_tiles` listed, with a thread for each row of a
+    tile."""
     count = wp.min(frame.counters[second * PASS + TILES], frame.tiles.shape[0])
     for i in range(wp.tid(), TILE * count, stride):
         tile = frame.tiles[i >> TILE_BITS]

@@ -69,14 +69,14 @@ return wp::vec_t<4, int>(row[0], row[1], row[2], row[3]);
 #endif
 """)
 def quarter(records: wp.array2d(dtype=wp.int32), at: wp.int32, part: wp.int32) -> wp.vec4i:
-    """Load four words of a record at once."""
+    """Load four words of the record in row `at` at once: words 4 * `part` and following."""
 
 
 @wp.func
 def write_record(
     resident: Resident, records: wp.array2d(dtype=wp.int32), rank: wp.int32, item: wp.int64, instances: wp.int32
 ):
-    """Write the record of a visible cluster."""
+    """Write the record of a visible cluster to row `rank` of `records`. `item` is the cluster's list entry."""
     pair = pair_of(item)
     view = pair // instances
     instance = pair - view * instances

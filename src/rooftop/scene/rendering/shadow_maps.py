@@ -34,7 +34,7 @@ ALIGNED = 16  # bytes
 
 @dataclass(frozen=True)
 class Drawing:
-    """Settings with which maps are drawn.
+    """Settings with which shadow maps are drawn.
 
     Attributes:
         one_sided, cuda_cpp: as in `Stages`.
@@ -114,7 +114,8 @@ class ShadowMaps:
         return [tuple(batch) for batch in batches]
 
     def keep(self, stages: Stages, numbers: Sequence[int]) -> None:
-        """Store the views that were drawn after the cameras as the maps with these numbers."""
+        """Store the pictures of the views that were drawn after the cameras' views, as the shadow maps with these
+        numbers."""
         arrays = self._kept.get(tuple(numbers))
         if arrays is None:
             which = uploaded(self.device, np.array(numbers, dtype=np.int32))

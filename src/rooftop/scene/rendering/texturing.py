@@ -159,7 +159,8 @@ def texel_at(surfaces: Surfaces, at: wp.int32):
 
 @wp.func
 def in_level(surfaces: Surfaces, row: wp.int32, level: wp.int32, place: wp.vec2, nearest: wp.bool):
-    """Interpolate an image's level at a position in 0..1, with the second coordinate from the top."""
+    """Interpolate a mip level of an image at a position: the colour in linear light. The position's coordinates are
+    from 0 to 1, the second from the top."""
     first = surfaces.levels[level, 0]
     width = surfaces.levels[level, 1]
     height = surfaces.levels[level, 2]
@@ -187,7 +188,8 @@ def in_level(surfaces: Surfaces, row: wp.int32, level: wp.int32, place: wp.vec2,
 
 @wp.func
 def filtered(surfaces: Surfaces, row: wp.int32, uv: wp.vec2, slopes: Slopes):
-    """The mean of a material's image over a pixel, in linear light."""
+    """The mean colour of a material's image over the footprint of a pixel, in linear light. `row` is the material's row
+    in `surfaces`."""
     image = surfaces.rows[row, ROW_IMAGE]
     first = surfaces.images[image, 0]
     last = surfaces.images[image, 1] - 1

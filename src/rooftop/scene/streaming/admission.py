@@ -70,20 +70,25 @@ COLUMNS = 6
 
 @wp.struct
 class Sizes:
-    """The sizes of a cluster's streams, from its head."""
+    """The sizes of a cluster's streams, computed from the cluster's head."""
 
-    fits: wp.bool  # whether the sizes are valid
-    kind: wp.int32
-    triangles: wp.int32
+    fits: wp.bool  # whether the sizes are within the format's limits
+    kind: wp.int32  # as `Cluster.kind`
+    triangles: wp.int32  # number of triangles
     vertices: wp.int32
     references: wp.int32
-    start: wp.int32
-    needed: wp.int64  # words
+    start: wp.int32  # words from the page's first word to the first stream
+    needed: wp.int64  # number of words of all streams
 
 
 @wp.func
 def added_up(sizes: Sizes, reference_bits: wp.int32, position_bits: wp.int32, attribute_bits: wp.int32, mixed: wp.bool):
-    """Complete the sizes: add up the words of all streams, and check the counts against their limits."""
+    """Complete the sizes of a cluster's streams: compute `needed`, the total number of 32-bit words of all streams. Set
+    `fits` to False if the cluster has too many triangles, too many vertices for its triangles, or too long references.
+
+    `reference_bits` is the number of bits of one reference. `position_bits` and `attribute_bits` are the numbers of
+    bits of one vertex. `mixed` tells whether each triangle has its own material.
+    """
     whole = sizes
     whole.needed = wp.int64(mask_words(sizes.kind)) + whole_words(wp.max(sizes.references, 0) * reference_bits)
     whole.needed += whole_words(sizes.vertices * position_bits) + whole_words(sizes.vertices * attribute_bits)
@@ -96,7 +101,8 @@ def added_up(sizes: Sizes, reference_bits: wp.int32, position_bits: wp.int32, at
 
 @wp.func
 def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32):
-    """Compute the sizes from a head from before version 4."""
+    """Compute the sizes of a cluster's streams from a head of the form before version 4. `head` is the index of the
+    head's first word, and `attributes` tells which attributes the mesh has."""
     sizes = Sizes()
     counts = word_at(words, head + wp.int64(CLUSTER_COUNTS))
     sizes.fits = True
@@ -122,7 +128,8 @@ def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.in
 
 @wp.func
 def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32, replaces: wp.bool):
-    """Compute the sizes from a short head."""
+    """Compute the sizes of a cluster's streams from a head of the short form. `head` is the index of the head's first
+    word, `attributes` tells which attributes the mesh has, and `replaces` whether the head names a replaced group."""
     sizes = Sizes()
     counts = word_at(words, head + wp.int64(HEAD_COUNTS))
     box = word_at(words, head + wp.int64(HEAD_BOX))
@@ -153,8 +160,8 @@ def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.
 
 @wp.func
 def masks_fit(words: wp.array(dtype=wp.int32), masks: wp.int64, sizes: Sizes):
-    """Whether the masks count as many vertices and references as the head states. If they do, no look-up of a
-    reference leaves the stream of references.
+    """Whether a cluster's masks imply as many vertices and references as the cluster's head states. If they do, no
+    look-up of a reference leaves the stream of references. `masks` is the index of the masks' first word.
     """
     ones = wp.int32(0)
     twos = wp.int32(0)
@@ -194,7 +201,11 @@ def cluster_fits(
     attributes: wp.int32,
     replaces: wp.bool,
 ):
-    """Whether the streams of a cluster lie within its page and refer to nothing outside the page."""
+    """Whether the streams of a cluster lie within its page and refer to nothing outside the page.
+
+    `place` and `head` are the indices of the first word of the page and of the cluster's head. `before` is the number
+    of words of the page before its streams, and `length` the number of words of the whole page.
+    """
     sizes = Sizes()
     if (attributes & SHORT_HEADS) != 0:
         sizes = short_sizes(words, head, attributes, replaces)
@@ -216,7 +227,8 @@ def names_fit(
     groups: wp.int32,
     all_groups: wp.int64,
 ):
-    """Whether the groups to which a head refers exist."""
+    """Whether the groups of clusters to which a cluster's head refers exist: the cluster's own group, among the
+    `groups` groups of the page, and the group that the cluster replaces, among the `all_groups` groups of the mesh."""
     fits = wp.bool(True)
     source = wp.int32(-1)
     if (attributes & SHORT_HEADS) == 0:
@@ -230,8 +242,9 @@ def names_fit(
 
 @wp.func
 def page_fits(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.int64), k: wp.int32, lane: wp.int32):
-    """Whether the part of an arriving page that this thread checks is valid. An evicted page has no position, and
-    counts as valid."""
+    """Whether the part of an arriving page that this thread checks is valid. `k` is the page's row in `arriving`, and
+    `lane` the thread's number among the LANES threads of the page. An evicted page has no position, and counts as
+    valid."""
     place = arriving[k, PLACE]
     if place < wp.int64(0):
         return wp.bool(True)

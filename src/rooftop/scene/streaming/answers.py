@@ -23,8 +23,8 @@ class Answer:
     """The answer of a frame: its counters, and the pages that it requested.
 
     Attributes:
-        counters: counters of the frame.
-        wanted: number of wanted pages.
+        counters: the counters of the frame's kernels, such as the lengths of their lists.
+        wanted: number of pages that the frame wanted, absent or not.
         missing: the wanted pages that are absent, the most wanted first.
         pixels: for each missing page, the error in pixels that its absence causes in the picture.
         refused: a page that the device refused because its contents are invalid (see `admission.py`), or None. If there
@@ -39,7 +39,7 @@ class Answer:
 
 
 class RequestBuffers:
-    """The memory of requests on the device, and how the host reads it.
+    """The device memory of the culling kernels' page requests, and the copy that the host reads.
 
     Attributes:
         tensors: by name, one tensor for each field of `Requests`; and "wanted_first", the copy that `keep_first` makes.
@@ -69,11 +69,12 @@ class RequestBuffers:
         self._answer = HostCopy(len(self.tensors["answer"]), self.device)
 
     def keep_first(self) -> None:
-        """Keep the requests of a frame's first pass, which do not depend on what the frame draws."""
+        """Copy the page requests of a frame's first pass, so that `use` can return them later. These requests do not
+        depend on what the frame draws."""
         self.tensors["wanted_first"].copy_(self.tensors["wanted"])
 
     def clear(self) -> None:
-        """Clear all requests before a frame."""
+        """Clear all page requests, before the culling kernels of a frame write new ones."""
         self.tensors["wanted"].zero_()
 
     def collect(self, counters: torch.Tensor, threads: int, aging: bool = True) -> None:
@@ -81,7 +82,7 @@ class RequestBuffers:
 
         Args:
             counters: (COUNTERS,) the frame's counters.
-            threads: number of threads of the launch.
+            threads: number of threads of the kernel `collect`.
             aging: whether pages that the frame did not want become older.
         """
         answer = self.tensors["answer"]
@@ -90,7 +91,8 @@ class RequestBuffers:
         launch_warp(collect, (threads,), self.values, self._places, int(aging), threads, device=self.device)
 
     def send(self) -> None:
-        """Start a copy of the answer to the host, after the work queued so far."""
+        """Start to copy the answer to the host. The copy runs after the work that the current stream has queued so
+        far."""
         self._answer.send(self.tensors["answer"])
 
     def read(self, resident: Mask | None = None) -> Answer:

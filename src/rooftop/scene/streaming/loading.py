@@ -62,7 +62,7 @@ class Arrivals:
         return len(self.pages)
 
     def chosen(self, which: Any) -> Arrivals:
-        """Select the arrivals at these indices."""
+        """Only the arrivals at the indices (or in the mask) `which`. `errors` stays that of all arrivals."""
         return Arrivals(self.pages[which], self.size_bytes[which], self.errors)
 
 
@@ -194,7 +194,7 @@ class PythonReader:
             raise
 
     def load(self, pages: Ints, slots: Ints, urgency: float, orders: npt.NDArray[np.float64]) -> None:
-        """Request pages, as in `Loader.load`."""
+        """Request pages to be read into slots, as in `Loader.load`."""
         with self._changed:
             for order, page, slot in zip(orders.tolist(), pages.tolist(), slots.tolist(), strict=True):
                 heapq.heappush(self._tasks, (urgency, order, page, slot))
@@ -206,7 +206,8 @@ class PythonReader:
         return self.take(0)
 
     def take(self, least: int) -> Ints:
-        """Wait until at least `least` results are available, and return all available results."""
+        """Wait until the reads of at least `least` pages have ended. Return a row for each page whose read has ended,
+        as `arrived`."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._done) >= least)
             found, self._done = self._done, []
@@ -243,7 +244,7 @@ class PythonReader:
 
 
 class _Upload:
-    """A thread's buffer, and its upload to the device."""
+    """The buffer in host memory into which one thread reads pages, and the upload from it to the device."""
 
     def __init__(self, words: Tensor, staged: Tensor) -> None:
         self.words, self.device, self.staged = words, words.device, staged
@@ -278,7 +279,7 @@ def _read(words: npt.NDArray[np.int32], file: int, start: int, length: int, chec
 
 
 def _opened(meshes: Iterable[Geometry]) -> list[int]:
-    """Open a file descriptor for each mesh; meshes of one file share a descriptor."""
+    """Open the file of each mesh, and return the file descriptors. Meshes of one file share a descriptor."""
     found: list[int] = []
     by_file: dict[tuple[int, ...], int] = {}
     try:

@@ -53,12 +53,13 @@ class PageGraph:
         self.group_page = np.concatenate([mesh.group_pages + first for first, mesh in of_meshes])
 
     def place(self, page: int) -> tuple[int, int]:
-        """The mesh of a page, and the page's number in the mesh's file."""
+        """The mesh of a page, and the page's number among the pages of that mesh's file. `page` counts the pages of all
+        meshes."""
         mesh = int(self.mesh_of[page])
         return mesh, page - int(self.first_page[mesh])
 
     def with_needs(self, chosen: Mask) -> Mask:
-        """A mask (pages,) of these pages and all pages that they need, directly or indirectly."""
+        """A mask (pages,) of the pages in the mask `chosen` and all pages that they need, directly or indirectly."""
         found = chosen.copy()
         new = np.flatnonzero(chosen)
         while len(new):

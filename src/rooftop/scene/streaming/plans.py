@@ -29,7 +29,7 @@ MARGIN = 1.25
 
 @dataclass(frozen=True)
 class Use:
-    """How frames used pages.
+    """How much the last frame wanted each page, and how long ago a frame wanted it.
 
     Attributes:
         pixels: (pages,) `pixels` of each page (defined above) in the last frame; 0 if the frame did not want the page.
@@ -61,7 +61,8 @@ class Plan:
 
 
 class Planner:
-    """Makes plans for slots: in C++ if the C++ module is compiled, else in Python, with the same results."""
+    """Decides which pages to load into which slots, and which to evict. The plans are made in C++ if the C++ module is
+    compiled, else in Python, with the same results."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
@@ -118,7 +119,8 @@ class Planner:
 
 
 def plan_in_python(slots: Slots, pages: Ints, pixels: Floats, most: int, use: Callable[[], Use], urgent: bool) -> Plan:
-    """Plan as `plan_some` of `page_reader.cpp` does."""
+    """Plan to read the most wanted pages, as `Planner.plan_some`. `plan_some` in `page_reader.cpp` makes the same
+    plan."""
     given_up, loads, taken, victims = [NO_PAGES], [NO_PAGES], [NO_PAGES], None
     orders: list[float] = []
     for page, wanted in zip(pages.tolist(), pixels.tolist(), strict=True):

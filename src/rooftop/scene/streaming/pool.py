@@ -33,7 +33,7 @@ class Pool:
     A frame calls `begin`, draws, reads the answer, and then calls either `ask` or `load` for the missing pages.
 
     Attributes:
-        graph: the pages.
+        graph: all pages of the scene's meshes, and the pages that each page needs.
         slots: which page is in which slot.
         loader: the threads that read pages.
         words: (slots * SLOT_WORDS + 2,) int32, the array of `buffers.Resident`.
@@ -114,7 +114,7 @@ class Pool:
         return self.slots.state == RESIDENT
 
     def has(self, target: Mask) -> bool:
-        """Whether all pages of a target are resident."""
+        """Whether all pages of the mask `target` (pages,) are resident."""
         return bool((self.slots.state[target] == RESIDENT).all())
 
     def best_target(self) -> Mask:
@@ -123,7 +123,8 @@ class Pool:
         return best_that_fit(self.slots, self.requests.use().pixels)
 
     def load(self, target: Mask, alone: bool = False) -> None:
-        """Load all pages of a target, and wait for them. With `alone`, all other pages are evicted.
+        """Load all absent pages of the mask `target` (pages,), and wait for them. With `alone`, all other pages are
+        evicted.
 
         Raises:
             GeometryFileError: a page could not be read, or is invalid.

@@ -23,10 +23,10 @@ the page.
 
 
 class Slots:
-    """Slots and the pages in them.
+    """The slots of a pool, and which page is in each slot.
 
     Attributes:
-        graph: the pages.
+        graph: all pages of the scene, and the pages that each page needs.
         state: (pages,) uint8, one of the states above.
         slot_of: (pages,) int32, the slot of each page; -1 if the page is not held.
         dependents: (pages,) int32, for each page, the number of held pages that need this page directly.
@@ -51,7 +51,7 @@ class Slots:
         return int(self.free_count[0])
 
     def held(self) -> Ints:
-        """The pages in slots, in any state."""
+        """The numbers of all pages that have a slot, in any state."""
         return self.page_in[self.page_in >= 0]
 
     def lacking(self, page: int) -> list[int]:
@@ -113,7 +113,7 @@ class Slots:
         return np.sort(np.concatenate(published))
 
     def lose(self, pages: Ints) -> None:
-        """Record that loading pages could not be read."""
+        """Record that pages in the state LOADING could not be read; their state becomes LOST."""
         assert (self.state[pages] == LOADING).all()
         self.state[pages] = LOST
 

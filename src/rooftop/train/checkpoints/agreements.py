@@ -62,8 +62,8 @@ class Agreement:
             self._work = None
 
     def close(self) -> None:
-        """Destroy the group. If a message is in flight, do nothing; the shutdown of torch.distributed destroys
-        the group."""
+        """Destroy the process group that the hosts use. If a message is in flight, do nothing; the shutdown of
+        torch.distributed destroys the group."""
         if self._group is not None and self._work is None and dist.is_initialized():
             dist.destroy_process_group(self._group)
             self._group = None

@@ -74,12 +74,13 @@ class FilePiece:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks, each of which has a checksum."""
+        """The number of blocks of at most `BLOCK_BYTES` in the piece. Each block has its own checksum."""
         return -(-self.bytes // BLOCK_BYTES)
 
 
 def header_of(pieces: Sequence[FilePiece], checksums: Sequence[Sequence[str]]) -> bytes:
-    """The header of a file. The length of the header does not depend on the values of the checksums."""
+    """The bytes before the data of a checkpoint file. `checksums` has those of each piece's blocks; the header's length
+    does not depend on their values."""
     entries: dict[str, Any] = {}
     places: dict[str, Any] = {}
     end = 0
@@ -99,7 +100,7 @@ def write_file(
     contents: Iterable[memoryview],
     before_each_block: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a file, and wait until it is on the disk.
+    """Write a checkpoint file with these pieces, and wait until it is on the disk.
 
     Args:
         contents: the bytes of each piece; the next piece is requested after the previous one is written.
@@ -140,7 +141,7 @@ def _write_all(file: Any, content: memoryview) -> None:
 
 
 def read_header(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """Read the header of a file; returns the bytes up to the data, and the JSON in them.
+    """Read the header of a checkpoint file. Return all bytes before the data, and the JSON object in them.
 
     Raises:
         OSError: the file cannot be read.
@@ -179,7 +180,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def request(path: Path, pieces: Sequence[FilePiece], memory: int) -> str:
-    """The request that the writing process reads from its standard input.
+    """The text that asks the writing process to write the checkpoint file `path`. The process reads the text from its
+    standard input.
 
     Args:
         memory: an inherited file descriptor of shared memory that holds the concatenated pieces.

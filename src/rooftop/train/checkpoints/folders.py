@@ -60,7 +60,7 @@ def writing_to(path: Path) -> Iterator[None]:
 
 
 def file_name(rank: int) -> str:
-    """Name of a rank's file."""
+    """Name of the checkpoint file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -164,7 +164,7 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _remove_step(path: Path) -> None:
-    """Remove a step. If the process is killed midway, no incomplete folder keeps the name of a step."""
+    """Remove the folder of a step. If the process is killed midway, no incomplete folder keeps the name of a step."""
     hidden = path.with_name(f".{path.name}.removed{UNFINISHED}")
     try:
         os.replace(path, hidden)

@@ -37,10 +37,10 @@ def part_name(tensor_rank: int) -> str:
 
 
 class OlderTensors:
-    """The tensors in the folder of a step.
+    """The tensors of a checkpoint of format 1, in the folder of the training step after which they were saved.
 
     Args:
-        folder: folder of the step.
+        folder: folder of that step.
         ranks: number of tensor parallel ranks that saved the step.
         own: (this tensor parallel rank, its parts) if the number of ranks is the same as in the save. With `own`, the
             rank reads only its own file.

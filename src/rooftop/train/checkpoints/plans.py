@@ -1,4 +1,5 @@
-"""Plan which rank writes which part of a checkpoint: each part once, with about equal bytes per rank.
+"""Plan which rank writes which part of a checkpoint. Each part of a tensor is written once, and each rank writes about
+the same number of bytes.
 
     rank 0 holds   layers.0.up[0:64]    norm        rank 0 writes   layers.0.up[0:64]
     rank 1 holds   layers.0.up[64:128]  norm   ->   rank 1 writes   layers.0.up[64:128]  norm
@@ -7,8 +8,9 @@
 
 The ranks exchange lists of the parts that they hold (`Held`). The plan depends only on these lists. If several ranks
 hold a part, the one of them with the fewest bytes to write so far writes this part. Data and context parallel ranks
-hold the same parts, unless they shard the model. Tensor parallel ranks hold the same norms and shared heads. The first
-and the last pipeline stage hold the same tied embedding. Large parts that several ranks hold are first cut by rows.
+hold the same parts, unless they shard the model. Tensor parallel ranks hold the same norms. If there are more of these
+ranks than heads of keys and values, several ranks hold the same head. The first and the last pipeline stage hold the
+same tied embedding. Large parts that several ranks hold are first cut by rows.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ EVEN = 8
 
 @dataclass(frozen=True)
 class Held:
-    """The part of a tensor that a rank holds.
+    """The part of one of the model's tensors that a rank holds.
 
     Attributes:
         name: the tensor's name in the whole model.
         dtype: a key of `ITEM_BYTES`.
         shape: shape of the whole tensor.
-        pieces: start and size of each piece; the rank's tensor is their concatenation along the first dimension.
+        pieces: the boxes of the whole tensor that the rank holds, each as (start, size) over all dimensions. The rank's
+            own tensor is the concatenation of these boxes along the first dimension.
     """
 
     name: str
@@ -109,7 +112,8 @@ def _check_complete(holders: Mapping[FilePiece, object], wholes: Mapping[str, tu
 
 
 def _cut(piece: FilePiece, holders: int, most: int) -> list[FilePiece]:
-    """Cut a part by rows into pieces of about `most` bytes if several ranks hold it and can share the work."""
+    """Cut a piece by rows into pieces of about `most` bytes, so that the ranks that hold it share the work. `holders`
+    is their number. A piece that only one rank holds stays whole."""
     parts = min(ceil(piece.bytes / most), piece.size[0]) if piece.size and holders > 1 else 1
     rows = ceil(piece.size[0] / parts) if parts > 1 else 0
     if not rows:
@@ -125,7 +129,8 @@ def _cut(piece: FilePiece, holders: int, most: int) -> list[FilePiece]:
 
 
 def part_of(piece: FilePiece, local: Tensor, held: Held) -> Tensor:
-    """Return the piece to write, as a view of the rank's tensor."""
+    """Return the elements of a piece that this rank writes, as a view of the rank's own tensor `local`. `held`
+    describes which part of the whole tensor `local` is."""
     if not piece.size:
         return local
     row = 0

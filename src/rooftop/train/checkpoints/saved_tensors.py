@@ -48,13 +48,13 @@ AGAIN = "continue with another step of this folder, or with a copy"
 
 @dataclass(frozen=True)
 class Stored:
-    """A piece of a tensor on disk.
+    """A piece of a checkpoint's tensor on disk.
 
     Attributes:
         file: name of the piece's file in the folder of the checkpoint.
         offset: position of the piece's first byte in the file.
         start, size: box of the piece in the whole tensor.
-        checksums: CRC-32 of each block.
+        checksums: CRC-32 of each block of `BLOCK_BYTES` of the piece.
     """
 
     file: str
@@ -66,11 +66,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a checkpoint.
+    """A tensor of a checkpoint, as index.json describes it.
 
     Attributes:
         dtype, shape: dtype and shape of the whole tensor.
-        pieces: pieces that together cover the tensor exactly once.
+        pieces: the stored pieces, which together cover the tensor exactly once.
     """
 
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class Entry:
 
 
 class Readable(Protocol):
-    """Tensors on disk, in any format.
+    """The tensors of a checkpoint on disk, in any of Rooftop's formats.
 
     Attributes:
         entries: the tensors' entries, by name.
@@ -131,10 +131,10 @@ def whole_tensor(saved: Readable, name: str) -> Tensor:
 
 
 class SavedTensors:
-    """The tensors in the folder of a step.
+    """The tensors of a checkpoint, in the folder of the training step after which they were saved.
 
     Args:
-        folder: folder of the step.
+        folder: folder of that step.
         index_checksum: the checksum that index.json must have.
 
     Attributes:
@@ -230,7 +230,8 @@ class SavedTensors:
             )
 
     def _rows(self, name: str, entry: Entry, piece: Stored, first: int, last: int) -> Tensor:
-        """Read rows of a piece, and verify the checksums of their blocks."""
+        """Read rows `first` up to, but not including, `last` of a stored piece, and verify the checksums of the blocks
+        that contain them."""
         row_bytes = prod(piece.size[1:]) * entry.dtype.itemsize
         begin, end = first * row_bytes, last * row_bytes
         low = begin // self.block_bytes
@@ -266,7 +267,7 @@ class SavedTensors:
         return content
 
     def verify(self, progress: Callable[[str, float], None] = lambda what, fraction: None) -> None:
-        """Read all data, and verify all checksums.
+        """Read the data of all tensors, and verify the checksums of all blocks.
 
         Args:
             progress: called with (text that names the tensor, the fraction done).

@@ -229,7 +229,7 @@ class Saver:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Start the next phase of a save, after all ranks have finished the current one."""
+        """Start the next phase of a save (see the table above), after all ranks have finished the current phase."""
         if self._phase == WRITING:
             if self._staging is not None:
                 self._staging.ready()
@@ -340,7 +340,7 @@ class _Task:
         self.ended = True
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the thread."""
+        """Wait until the function has ended, for at most `timeout_s` seconds; None: without a limit."""
         self._thread.join(timeout_s)
 
 
