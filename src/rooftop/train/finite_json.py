@@ -20,5 +20,5 @@ def finite(value: Any) -> Any:
 
 
 def with_nan(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of values in which NaN replaces each None."""
+    """Return a copy of a mapping in which NaN replaces each None. Nested values stay as they are."""
     return {name: math.nan if value is None else value for name, value in values.items()}

@@ -136,7 +136,7 @@ class _Place:
 
 
 def _held_by(rank: int, ranks: int, config: GptConfig, saved: Readable) -> Iterator[Held]:
-    """List the tensors that a tensor parallel rank would hold."""
+    """Yield a description of each tensor of the checkpoint as tensor parallel rank `rank` of `ranks` would hold it."""
     shards: dict[str, Shard] = {}
     if ranks > 1:
         shards = shards_of(Gpt(config, group=cast(Group, _Place(rank, ranks)), device="meta"))

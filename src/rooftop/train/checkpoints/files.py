@@ -56,7 +56,7 @@ class FilePiece:
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> FilePiece:
-        """Create a piece from JSON, in which tuples are lists."""
+        """Create a `FilePiece` from its JSON form, which has lists instead of tuples."""
         return cls(plain["name"], plain["dtype"], *(tuple(plain[key]) for key in ("shape", "start", "size")))
 
     @property
@@ -79,8 +79,8 @@ class FilePiece:
 
 
 def header_of(pieces: Sequence[FilePiece], checksums: Sequence[Sequence[str]]) -> bytes:
-    """The bytes before the data of a checkpoint file. `checksums` has those of each piece's blocks; the header's length
-    does not depend on their values."""
+    """Make the header of a checkpoint file: the bytes before the tensors' data. `checksums` has one checksum per block
+    for each piece. The header's length does not depend on the checksums' values."""
     entries: dict[str, Any] = {}
     places: dict[str, Any] = {}
     end = 0
@@ -168,7 +168,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the entries of a folder are on the disk (fsync)."""
+    """Wait until the list of a folder's files is on the disk (fsync)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -192,7 +192,8 @@ def request(path: Path, pieces: Sequence[FilePiece], memory: int) -> str:
 
 
 def main() -> int:
-    """Write the file that standard input requests. An OSError is printed to standard output, with exit status 1."""
+    """Write the checkpoint file that the JSON on standard input describes. After an OSError, print the error to
+    standard output and return exit status 1."""
     import signal
 
     os.nice(NICENESS)

@@ -119,7 +119,8 @@ def complete(
 
 
 def write_described(temporary: Path, files: Sequence[str], described: Mapping[str, Any]) -> None:
-    """Write index.json and training.json next to the files of tensors, and wait until all files are on the disk."""
+    """Write index.json and training.json into the folder of the checkpoint files, and wait until all these files are on
+    the disk."""
     index = index_of(temporary, files, int(described["step"]))
     write_text(temporary / INDEX, index)
     said = {**described, "index_crc32": checksum(index.encode())}

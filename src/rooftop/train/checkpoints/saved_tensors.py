@@ -296,8 +296,8 @@ class SavedTensors:
 
 
 def _batches(of: tuple[slice, ...], size: tuple[int, ...], item_bytes: int) -> list[tuple[int, int]]:
-    """Split the needed rows of a piece into ranges of at most `BATCH_BYTES`, or of one row if a row has more bytes. A
-    scalar has one range, (0, 1)."""
+    """Split the rows `of[0]` of a stored piece of shape `size` into ranges (first row, end row) of at most
+    `BATCH_BYTES`, or of one row if a row has more bytes. A scalar has one range, (0, 1)."""
     if not of:
         return [(0, 1)]
     rows = max(1, BATCH_BYTES // max(1, prod(size[1:]) * item_bytes))

@@ -217,7 +217,8 @@ class Saver:
             self._agree(False)
 
     def _agree(self, stop: bool) -> None:
-        """Exchange with all ranks whether to stop and how far the save is; continue the save if all ranks are ready."""
+        """Tell all ranks whether this rank was asked to stop, and which phase of the save it has finished. If all ranks
+        have finished the current phase, start the next one."""
         task = self._task
         ended, failed = (True, False) if task is None else (task.ended, task.error is not None)
         done = self._parts if ended and not failed else self._parts - 1

@@ -58,7 +58,8 @@ class Staging:
         self._pinned = True
 
     def begin(self, sources: Sequence[Tensor]) -> None:
-        """Start to copy tensors to the memory, one after another. Do not change the tensors before `wait_to_change`."""
+        """Start to copy the tensors, one after another, into the staging memory. Do not change the tensors before
+        `wait_to_change`."""
         assert self._thread is None
         if self.device.type == "cuda":
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -113,7 +114,7 @@ class Staging:
         self._event, self._thread, self._error = None, None, None
 
     def close(self) -> None:
-        """Release the memory."""
+        """Wait for a copy in progress, then release the staging memory."""
         self._join()
         if self._event is not None:
             self._event.synchronize()

@@ -43,12 +43,13 @@ class HeldTensor(NamedTuple):
 
 
 def moment_name(kind: str, weight: str) -> str:
-    """Name of a weight's optimizer state."""
+    """Name in a checkpoint of an optimizer state of a weight; `kind` is the key of this state in the optimizer."""
     return f"{OPTIMIZER}.{kind}.{weight}"
 
 
 def tensors_of(trainer: GptTrainer) -> list[HeldTensor]:
-    """All tensors that this rank holds, in the order of the model; they share memory with the trainer."""
+    """List the weights and optimizer states that this rank holds, in the order of the model's weights. The listed
+    tensors share memory with the trainer."""
     found = []
     for name, weight, shard in _weights(trainer):
         found.append(_held(name, weight, shard))

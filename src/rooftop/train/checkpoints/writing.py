@@ -83,7 +83,7 @@ class WritingProcess:
         self.seconds = time.perf_counter() - began
 
     def give_up(self) -> None:
-        """Kill the process; if it has not started yet, it is killed when it starts."""
+        """Kill the process that writes the file. If the process has not started yet, it is killed when it starts."""
         self._given_up = True
         if self._process is not None and self._process.poll() is None:
             self._process.kill()

@@ -83,7 +83,8 @@ _CLASSES = {kind: type(kind.__name__, (_OverRanks, kind), {}) for kind in KINDS}
 
 
 class _Normalized(torch.autograd.Function):
-    """Normalize x, (N, C, ...), by the statistics of all ranks, in the dtype of x; statistics are at least float32."""
+    """Normalize x, (N, C, ...), by the mean and variance of each channel over all ranks' samples. The result has the
+    dtype of x; mean and variance are at least float32."""
 
     @staticmethod
     def forward(
@@ -133,5 +134,5 @@ class _Normalized(torch.autograd.Function):
 
 
 def _column(of_channels: Tensor, like: Tensor) -> Tensor:
-    """Reshape (C,) to (1, C, 1, ...)."""
+    """Reshape values of channels, (C,), to (1, C, 1, ...) with as many dimensions as `like`."""
     return of_channels.view(1, -1, *[1] * (like.dim() - 2))

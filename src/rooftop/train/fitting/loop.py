@@ -250,7 +250,7 @@ class _Fitting:
         return notes
 
     def _share(self, tensors: Iterator[Tensor]) -> None:
-        """Broadcast the tensors of rank 0 to all ranks."""
+        """Copy the values of rank 0's tensors into the same tensors of all other ranks (broadcast)."""
         if self.world.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), 0)
@@ -314,7 +314,8 @@ class _Fitting:
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
     def _steps(self) -> int:
-        """Train until the end or a signal; returns the last step."""
+        """Train until the last step, or until a signal stops the training. Return the number of the last step that
+        ran."""
         again = None if self.world.size > 1 else self.feed.parts
         for step in range(self.before + 1, self.lengths.steps + 1):
             report(f"step {step}")
@@ -436,7 +437,8 @@ class _Fitting:
         return f"{words}. A smaller optimizer.lr may help; faults.not_finite=skip skips such steps"
 
     def _damage(self) -> list[tuple[str, Damaged]]:
-        """The samples that this rank has skipped since the last call, in training and in validation."""
+        """List the damaged training and validation samples that this rank has skipped since the last call of this
+        method."""
         loaders = {"sample": self.feed.loader}
         if self.evaluator is not None:
             loaders["validation sample"] = self.evaluator.loader
@@ -445,7 +447,7 @@ class _Fitting:
         return found
 
     def _tell_of_damage(self, of_ranks: Sequence[list[tuple[str, Damaged]]]) -> None:
-        """Name each damaged sample once."""
+        """Report each damaged sample to the observer, with its name and the reason, unless it was reported before."""
         for kind, (index, name, reason) in chain.from_iterable(of_ranks):
             if (kind, index) not in self._damaged:
                 self._tell("noted", f"{kind} {index}{f' ({name})' if name else ''} was skipped: {reason}")
@@ -484,7 +486,8 @@ class _Fitting:
                 self.task.settle(self.task.model)
 
     def _judge(self, step: int) -> bool:
-        """Evaluate once; returns whether the result is the best so far."""
+        """Evaluate the model on the validation data, and return whether the result is the best so far. Without an
+        evaluator, only switch the model to evaluation mode and return False."""
         if self.evaluator is None:
             self.task.model.eval()
             return False

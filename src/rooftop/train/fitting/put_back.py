@@ -28,7 +28,7 @@ class PutBack:
 
     @torch.no_grad()
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the current values of tensors."""
+        """Store a copy of the tensors' current values, which `put_back` restores."""
         sorted_in: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
             sorted_in.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -41,7 +41,7 @@ class PutBack:
 
     @torch.no_grad()
     def put_back(self, where: Tensor) -> None:
-        """Restore the earlier values of the tensors if `where` is True."""
+        """Restore the values that `take` has copied if the bool tensor `where` is True."""
         for room in self._rooms.values():
             torch._foreach_copy_(room.after, room.tensors)
             torch.where(where, room.all_before, room.all_after, out=room.all_after)
@@ -63,7 +63,8 @@ class _Room:
         )
 
     def fits(self, tensors: list[Tensor]) -> bool:
-        """Whether these tensors have the same shapes as the current tensors. If so, replace the current tensors."""
+        """Whether the new tensors have the same shapes as those that use this memory now. If so, the new tensors use
+        the memory from now on."""
         same = [each.shape for each in tensors] == [each.shape for each in self.tensors]
         if same:
             self.tensors = tensors

@@ -31,7 +31,7 @@ class Reading:
             self._ready = torch.cuda.current_stream(device.device).record_event()
 
     def rows(self) -> list[Any]:
-        """Wait for the copy; return the columns of each step."""
+        """Wait for the copy to the host; return one list of numbers for each step."""
         if self._ready is not None:
             self._ready.synchronize()
         return self._rows.tolist()  # type: ignore[no-any-return]

@@ -58,7 +58,8 @@ class ReplayedModel:
             vars(self._model)["_compiled_call_impl"] = plain
 
     def _replays_of(self, run: Callable[..., Any]) -> TrainingReplays:
-        """Return the graphs, which read fixed addresses; weights at new addresses need new graphs."""
+        """Return the CUDA graphs of the training step. Graphs read weights and buffers at fixed addresses, so a changed
+        address requires new graphs."""
         tensors = (*self._model.parameters(), *self._model.buffers())
         addresses = [each.data_ptr() for each in tensors]
         if self._replays is None or addresses != self._addresses:

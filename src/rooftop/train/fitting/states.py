@@ -61,7 +61,7 @@ def _under(name: str, key: object) -> str:
 
 
 def put_together(described: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the state from the result of `taken_apart`."""
+    """Rebuild a state from the two results of `taken_apart`: its description and its tensors."""
     if isinstance(described, list):
         return [put_together(each, tensors) for each in described]
     if not isinstance(described, dict):

@@ -163,7 +163,7 @@ class Stepper:
             self._buffers.put_back(torch.ones_like(self._stuck))
 
     def altered(self, number: int, part: Part) -> Any:
-        """Mix a batch as the recipe says (mixup, CutMix)."""
+        """Mix the batch of step `number` as the recipe says (mixup, CutMix), and apply the recipe's memory format."""
         batch = part.batch
         if self.task.alter is not None:
             with calling("alter"):
@@ -173,7 +173,7 @@ class Stepper:
         return batch
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context manager of the recipe's precision."""
+        """Context manager that runs operators in the recipe's precision (autocast)."""
         dtype = AUTOCAST.get(self.recipe.run.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
@@ -198,7 +198,8 @@ class Stepper:
                 torch.cuda.manual_seed(seed)
 
     def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Decide whether to skip the step, and whether the step is a fault: two bools on the device."""
+        """Return two bool tensors on the device: whether to skip the step, and whether the step counts as a fault. With
+        a GradScaler, only a non-finite loss is a fault; without one, also a non-finite gradient norm."""
         wrong_loss = ~loss.isfinite()
         wrong = wrong_loss | ~norm.isfinite()
         fault = wrong_loss if self.scaler.is_enabled() else wrong

@@ -277,7 +277,8 @@ class GptTrainer:
         return loss, norm, scale
 
     def _packing_of(self, sequences: Tensor) -> Packing:
-        """The packing of a micro-batch (B, S + 1) on the CPU."""
+        """Describe how the positions and documents of a micro-batch, (B, S + 1) on the CPU, are divided over context
+        parallel ranks."""
         end = self.training.document_end
         if end is None:
             return self._packing
@@ -309,9 +310,8 @@ class GptTrainer:
         return start_sum(loss, self.groups["dp-cp"])(), norm, scale
 
     def _targets_of(self, text: Tensor) -> int | Tensor:
-        """Number of targets in the loss of the whole batch: a scalar tensor on the device if the number depends on
-        tokens.
-        """
+        """Number of target tokens that count in the loss of the whole batch. If end-of-document tokens are masked, the
+        number depends on the batch and is a scalar tensor on the device."""
         if not self.training.mask_ends:
             return self.training.tokens_per_step
         counted: Tensor = start_sum(text[..., :-1].ne(self._end).sum(), self.groups["dp"])()
@@ -326,7 +326,8 @@ class GptTrainer:
     def _with_gradients(
         self, part: int, sequences: Tensor, step: int | Tensor, packing: Packing, counted: int | Tensor
     ) -> Tensor:
-        """Accumulate the gradients of a micro-batch; return its share of the loss, a scalar."""
+        """Run forward and backward of micro-batch number `part`, which adds to the gradients. Return the micro-batch's
+        share of the batch's loss, a scalar."""
         self._take_place(part)
         tokens, targets = self._here(sequences, packing)
         total: Tensor = self.model(tokens, targets, **self._options(packing, step))
@@ -364,7 +365,7 @@ class GptTrainer:
             self.model.masks.place = replace(self.model.masks.place, batch=(part, parts))
 
     def _here(self, sequences: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        """The tokens and targets at this rank's positions."""
+        """Select the tokens and targets at the positions that this context parallel rank holds."""
         chunks = packing.held[self.context.index]
         tokens, targets = (chunks.of(each, 1) for each in (sequences[:, :-1], sequences[:, 1:]))
         if self.training.mask_ends:
@@ -381,7 +382,8 @@ class GptTrainer:
         }
 
     def _positions_of(self, packing: Packing) -> Tensor:
-        """The positions of this rank's tokens: (S,), or (B, S) if positions restart at each document."""
+        """Positions of the tokens that this context parallel rank holds: (S,), or (B, S) if positions restart at each
+        document."""
         chunks = packing.held[self.context.index]
         if not self.training.reset_positions or packing.documents is None:
             return chunks.positions(self.device)

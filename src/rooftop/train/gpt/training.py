@@ -379,7 +379,7 @@ class GptTraining:
             )
 
     def transport_in(self, layout: Layout) -> str:
-        """Return the transport with which context parallel ranks of a layout exchange keys and values."""
+        """Return the method by which the context parallel ranks of a layout exchange keys and values."""
         if self.transport is not None:
             return self.transport
         heads, kv_heads = self._heads_in(layout)

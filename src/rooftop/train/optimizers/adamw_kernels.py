@@ -14,7 +14,7 @@ def adamw_numbers(
     numbers,
     count, COUNTING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scalars that the step of each weight needs, such as bias corrections."""
+    """Compute, from the step count of each weight, the scalars of its AdamW step, such as bias corrections."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < count
     if COUNTING:
@@ -81,7 +81,7 @@ def adamw_step(
 
 @triton.jit
 def pointer_at(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Convert an address to a pointer; if ALIGNED, the compiler may assume a multiple of 16 bytes."""
+    """Convert an address to a pointer. If ALIGNED, tell the compiler that the address is a multiple of 16 bytes."""
     pointer = address.to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -93,7 +93,8 @@ def step_from(
     weight, gradient, average, square, narrow, numbers, scale, left,
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update the BLOCK elements that start at the pointers; only the first `left` of these elements exist."""
+    """Update the BLOCK elements that start at the pointers. If fewer than BLOCK elements remain, update only these
+    `left` elements."""
     rate = tl.load(numbers).to(WIDE)
     root = tl.load(numbers + 1).to(WIDE)
     decay = tl.load(numbers + 2).to(WIDE)
@@ -120,7 +121,8 @@ def step_of_block(
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Update the elements of a block, with or without a mask."""
+    """Update BLOCK elements of a weight and its moments. If FULL, all elements exist; otherwise only the first `left`
+    elements exist, and a mask protects the others."""
     lane = tl.arange(0, BLOCK)
     inside = lane >= 0 if FULL else lane < left
     w = tl.load(weight + lane, mask=inside).to(WIDE)

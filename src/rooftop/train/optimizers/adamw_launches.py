@@ -231,7 +231,8 @@ class AdamWPlan:
 
 
 class _Table:
-    """The table of weights that share a launch; all have the same dtypes."""
+    """Table of the weights that one launch of `adamw_steps` updates. All these weights, and their states, have the same
+    dtypes."""
 
     def __init__(
         self, weight: torch.dtype, gradient: torch.dtype, average: torch.dtype, square: torch.dtype,
@@ -243,7 +244,8 @@ class _Table:
         self._elements: list[int] = []
 
     def take(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        """Build the table for `adamw_steps` from rows that lack the column of the first program."""
+        """Build the table for `adamw_steps` from one row per weight, and add a column: the number of the weight's first
+        program."""
         elements = [row[-2] for row in rows]
         if elements != self._elements:
             from rooftop.train.optimizers.adamw_kernels import adamw_steps

@@ -126,7 +126,7 @@ class MainWeights:
         self.adopt(contents)
 
     def synchronized(self) -> None:
-        """Record that the model's weights and their copies agree; called after a step has written both."""
+        """Record that the model's weights agree with the main weights. Called after a step has written both."""
         if self.narrow:
             self._gradients.saw(self._model_has.items())
 
@@ -136,20 +136,21 @@ class MainWeights:
         self._gradients.step_adopts = True
 
     def model_has(self, main: Tensor) -> nn.Parameter | None:
-        """The model's weight for a weight in `named`; None if both are the same tensor."""
+        """The model's parameter for a main weight in `named`; None if the main weight is the parameter itself."""
         return self._model_has.get(main)
 
     def gradient_of(self, main: Tensor) -> Tensor | None:
-        """The gradient of a weight in `named`, wide or narrow; None without a gradient."""
+        """The gradient of a main weight in `named`, in the dtype of the main weight or of the model; None if it has no
+        gradient."""
         return main.grad if main.grad is not None else self._gradients.narrow.get(main)
 
     def gradients_of(self, mains: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of several weights in `named`."""
+        """The gradient of each of these main weights, as from `gradient_of`."""
         narrow = self._gradients.narrow
         return [narrow.get(main) if main.grad is None else main.grad for main in mains]
 
     def widen(self, main: Tensor | None = None) -> None:
-        """Convert a gradient, or all gradients, to the dtype of `named`, and store them in `.grad`."""
+        """Convert the gradient of `main` to its dtype and store it in `.grad`; None: do so for all main weights."""
         for each in [*self._gradients.narrow] if main is None else [main]:
             self._gradients.widen(each)
 
@@ -172,7 +173,7 @@ class MainWeights:
         gradients.gradient_of, gradients.widen = self.gradient_of, self.widen
 
     def held(self) -> Held:
-        """All current gradients, for `hold`."""
+        """List the current gradient tensors of all main weights, to pass to `hold` later."""
         narrow = self._gradients.narrow
         return [(main.grad, narrow.get(main)) for main in self.named.values()]
 
@@ -187,7 +188,8 @@ class MainWeights:
                 narrow[main] = of_model
 
     def forget_gradient(self, main: Tensor) -> None:
-        """Release a narrow gradient; the optimizer's `zero_grad` releases the gradients in `.grad`."""
+        """Release the gradient of a main weight that is still in the model's dtype. The optimizer's `zero_grad`
+        releases the gradients in `.grad`."""
         self._gradients.narrow.pop(main, None)
 
 
@@ -206,7 +208,8 @@ class _Gradients:
         self._versions: dict[Tensor, tuple[int, int]] = {}
 
     def saw(self, pairs: Iterable[tuple[Tensor, Tensor]], only_main: bool = False) -> None:
-        """Record the versions of each pair's two weights; writes after this call count as new."""
+        """Record the version counters of each pair: a main weight and the model's weight. Later writes to either count
+        as new."""
         for main, own in pairs:
             self._versions[main] = (main._version, self._versions[main][1] if only_main else own._version)
 
@@ -249,7 +252,7 @@ class _Gradients:
 
 
 class _Moved:
-    """A hook that moves the gradient of a parameter to the parameter's float32 copy."""
+    """Hook of backward: moves the gradient of a model's parameter to its main weight, a copy in a wider dtype."""
 
     def __init__(self, gradients: _Gradients, main: nn.Parameter) -> None:
         self.gradients, self.main = gradients, main

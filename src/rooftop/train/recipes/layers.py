@@ -138,7 +138,8 @@ def _units(module: nn.Module, path: str, divides: _Test, inside: bool) -> Iterat
 
 
 def _merged(units: list[_Unit]) -> list[list[str]]:
-    """Merge units to layers: the stem, the blocks, and the head."""
+    """Merge units of modules into layers: the stem, then the blocks, then the head. Each layer is a list of parameter
+    names."""
     blocks = [place for place, unit in enumerate(units) if unit.chained and not unit.norm]
     if not blocks:
         return []

@@ -54,7 +54,7 @@ class MeanWeights:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the current weights to the mean, once every `every` steps."""
+        """If `step` is a multiple of `every`, include the current weights in the running mean."""
         if step % self.every:
             return
         number = step // self.every
@@ -68,7 +68,7 @@ class MeanWeights:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Swap the mean into the model within the block; afterwards restore the model's own weights, bit for bit."""
+        """Within the block, the model has the mean weights. Afterwards it has its own weights again, bit for bit."""
         own = {name: tensor.clone() for name, tensor in {**self._live, **self._copied}.items()}
         try:
             self._give({**self._mean, **self._copies})

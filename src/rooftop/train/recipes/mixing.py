@@ -81,7 +81,8 @@ def _check(images: Tensor, mix: Mix) -> None:
 
 
 def _partners(places: list[int]) -> list[int]:
-    """Return the index of each sample's partner in this batch; a sample without a partner gets its own index."""
+    """Return the index in this batch of each sample's mixing partner. A sample without a partner in this batch gets its
+    own index. `places` are the samples' positions in the whole batch."""
     rows = {place: row for row, place in enumerate(places)}
     return [rows.get(place ^ 1, row) for row, place in enumerate(places)]
 
@@ -89,7 +90,8 @@ def _partners(places: list[int]) -> list[int]:
 def _draws(
     mix: Mix, places: list[int], partners: list[int], size: tuple[int, int], generator_of: GeneratorOf
 ) -> tuple[list[float], list[tuple[int, int, int, int] | None]]:
-    """Draw the weight of each sample, and its CutMix box; a box of None means mixup."""
+    """Draw how much weight each sample keeps when its partner is mixed in, and its CutMix box; None instead of a box
+    means mixup."""
     own: list[float] = [1.0] * len(places)
     boxes: list[tuple[int, int, int, int] | None] = [None] * len(places)
     for row, (place, partner) in enumerate(zip(places, partners, strict=True)):
@@ -131,6 +133,6 @@ def _inside(boxes: list[tuple[int, int, int, int] | None], size: tuple[int, int]
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:
-    """Reshape weights to (N, 1, ...), to multiply samples."""
+    """Reshape one weight per sample, (N,), to (N, 1, ...), to multiply samples shaped as `like`."""
     column = torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
     return column.view(-1, *[1] * (like.dim() - 1))

@@ -86,7 +86,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 self._adopt(parameter, flat)
 
     def _join(self) -> None:
-        """Share the groups and the state of this optimizer with AdamW."""
+        """Make AdamW use this optimizer's parameter groups without Muon, and share this optimizer's state."""
         if self._adamw is not None:
             self._adamw.param_groups = self._groups(muon=False)
             self._adamw.state = self.state
@@ -99,7 +99,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return {"params": flat, "lr": group["lr"], "weight_decay": group["weight_decay"]}
 
     def _follow(self, parameter: Tensor, flat: nn.Parameter) -> None:
-        """Point Muon's matrix and gradient at the current memory of the parameter and of its gradient."""
+        """Make `flat`, Muon's matrix view of a parameter, use the current memory of the parameter and of its
+        gradient."""
         order = _order(parameter)
         flat.data = _flattened(parameter.detach(), order)
         if order != self._orders[parameter]:
@@ -110,13 +111,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
             flat.grad = parameter.grad.permute(order).reshape(flat.shape)
 
     def _adopt(self, parameter: Tensor, flat: nn.Parameter) -> None:
-        """Pass the momentum in `state` to Muon."""
+        """Give Muon the momentum of a parameter from this optimizer's `state`, reshaped as Muon's matrix `flat`."""
         momentum = self.state[parameter]["momentum_buffer"].permute(self._orders[parameter]).reshape(flat.shape)
         self._muon.state[flat] = {"momentum_buffer": momentum.contiguous()}
         self._show(parameter, self._muon.state[flat]["momentum_buffer"])
 
     def _show(self, parameter: Tensor, momentum: Tensor) -> None:
-        """Store Muon's momentum in `state`, as a view in the parameter's shape."""
+        """Store Muon's momentum of a parameter in this optimizer's `state`, as a view in the parameter's shape."""
         order = self._orders[parameter]
         back = [order.index(axis) for axis in range(len(order))]
         shaped = momentum.view([parameter.shape[axis] for axis in order]).permute(back)
@@ -137,8 +138,8 @@ def check_trained(model: nn.Module, hidden: set[Tensor], trained: Iterable[Tenso
 
 
 def hidden_matrices(model: nn.Module) -> set[Tensor]:
-    """The parameters of kind "weight" with several rows and columns, except embeddings and the last such parameter of
-    the model, which belongs to the last layer."""
+    """The weights that Muon updates: parameters of kind "weight" that are at least 2 x 2 as a matrix. Embeddings and
+    the last such parameter of the model, which belongs to its last layer, are excluded."""
     kinds = kinds_of(model)
     embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
     found = [

@@ -44,7 +44,8 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, A
 
 
 def _factors(model: nn.Module, decay: float) -> tuple[dict[str, float], dict[str, int]]:
-    """Map each parameter's name to (factor of the learning rate, number of the layer); empty without layer decay."""
+    """Map each parameter's name to its factor of the learning rate, and to the number of its layer. Both maps are empty
+    without layer decay."""
     if decay == 1:
         return {}, {}
     layers = layers_of(model)

@@ -52,7 +52,8 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """Seconds of this run so far."""
+        """Seconds since the start of this run, or the whole duration if the run has ended. Earlier runs of a resumed
+        training do not count."""
         return self.fitted.seconds if self.fitted is not None else time.monotonic() - self.began_s
 
     def spans(self) -> Spans:
@@ -67,7 +68,8 @@ class History:
 
 @dataclass(frozen=True)
 class Spans:
-    """Seconds of a run by activity: steps (without waiting), waiting for data, and everything else."""
+    """How the seconds of a run were spent: training steps (`steps`, without waiting), waiting for data (`waiting`), and
+    everything else (`rest`)."""
 
     steps: float
     waiting: float

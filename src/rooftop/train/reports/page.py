@@ -116,7 +116,8 @@ class Page:
         )
 
     def _figures(self) -> list[tuple[str, str]]:
-        """The numbers in large type on the page: best metric first, then speed, waiting, roof and memory."""
+        """The numbers in large type on the page, as (number, caption): best metric, training speed, waiting for data,
+        percentage of the roof, memory."""
         history, figures = self.history, list[tuple[str, str]]()
         best, task = history.best(), history.task
         if best is not None and task is not None and task.best in best.values:

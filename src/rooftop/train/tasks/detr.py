@@ -208,7 +208,7 @@ class DrawnShapes(CocoDataset):
 
 
 class MirroredPictures:
-    """A `CocoDataset` for training, which mirrors pictures horizontally with a given probability."""
+    """Training pictures of a `CocoDataset` (a COCO data set), each mirrored horizontally with a given probability."""
 
     def __init__(self, pictures: CocoDataset, probability: float) -> None:
         self.pictures, self.probability = pictures, probability
@@ -264,7 +264,8 @@ def _folder(folder: Path, recipe: Recipe) -> _Pictures:
 
 
 def _photographs(folder: Path, annotations: Path) -> Path:
-    """The folder of photographs for an annotation file: train2017/ for instances_train2017.json."""
+    """Find the folder of photographs that belongs to an annotation file, such as train2017/ for
+    instances_train2017.json."""
     name = annotations.stem.removeprefix("instances_")
     places = [folder / name, folder / "images" / name, folder]
     return next(place for place in places if place.is_dir())
@@ -312,7 +313,8 @@ def _model(recipe: Recipe, found: _Pictures, generated: bool) -> tuple[Detr, dic
 
 
 def judged(found: _Pictures, batch: int, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """Compute COCO's metrics on the held-out pictures; metrics for sizes without objects are left out."""
+    """Compute COCO's detection metrics on the held-out pictures. Metrics of an object size (small, medium, large)
+    without any objects are left out."""
     figures = average_precision(found.valid, find(model, found.valid, range(len(found.valid)), batch, device))
     return {name: value for name, value in figures.items() if value >= 0 or name == "AP"}
 

@@ -211,7 +211,7 @@ def voxel_rows(cloud: Cloud, voxel_m: float) -> Tensor:
 
 
 def joined(clouds: Sequence[Tensor]) -> Rows:
-    """Join clouds from `voxel_rows` into one batch; on a GPU the host waits for the sizes."""
+    """Join clouds from `voxel_rows` into one batch. On a GPU the host waits for the size of the batch's voxel grid."""
     points = torch.cat(list(clouds))
     numbers = torch.arange(len(clouds)).repeat_interleave(torch.tensor([len(cloud) for cloud in clouds]))
     points[:, 3] = numbers.to(points)
@@ -220,7 +220,7 @@ def joined(clouds: Sequence[Tensor]) -> Rows:
 
 
 def voxels_of(rows: Rows) -> Voxels:
-    """Group points into voxels, on their device."""
+    """Group a batch's points into voxels, on the device of the points."""
     points, sizes, count = rows
     # The cloud number is a fourth coordinate, so one call finds the voxels of all clouds.
     cells = PointToVoxel([1] * 4, [0] * 4 + [*sizes, count], points.shape[1], len(points), SLOTS, points.device)
@@ -287,7 +287,7 @@ def network(classes: int, planes: Sequence[int]) -> SparseUNet | MinkUNet:
 
 @dataclass(frozen=True)
 class SiteLoss:
-    """Cross entropy of voxels, weighted by class."""
+    """Cross entropy of the model's predicted class of each voxel, weighted by class."""
 
     weights: Tensor
 

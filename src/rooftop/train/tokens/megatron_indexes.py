@@ -71,7 +71,7 @@ def indexed_dtype(index: Path, data: Path) -> np.dtype:
 
 
 def _check_places(index: Path, data: Path, dtype: np.dtype, sequences: int, documents: int) -> None:
-    """Check that the sequences fill the file without gaps, from its first byte to its last."""
+    """Check that the sequences in the index lie one after another and fill the data file exactly."""
     at = HEADER.size
     lengths = np.fromfile(index, "<i4", sequences, offset=at).astype(np.int64)
     begins = np.fromfile(index, "<i8", sequences, offset=(at := at + 4 * sequences))

@@ -74,7 +74,7 @@ class Mixture:
         return " and ".join(dict.fromkeys(row.kind for row in self.rows))
 
     def __len__(self) -> int:
-        """The number of tokens of all rows."""
+        """The number of tokens in all rows of the mixture together."""
         return sum(map(len, self.rows))
 
     def shares(self, sequences: Sequence[int]) -> list[Fraction]:
@@ -163,7 +163,8 @@ def _number(word: str) -> float | Fraction:
 
 
 def _pairs(words: Sequence[str], option: str) -> tuple[list[Path], list[str] | None]:
-    """Split words into paths and weights; the weights are None if no path has a weight."""
+    """Split an option's words, such as 0.7 A 0.3 B, into paths and weights. The weights are None if no path has a
+    weight."""
     given = [bool(WEIGHT.match(word)) for word in words]
     said = f"{option} {' '.join(words)}"
     if not any(given) or (len(words) == 1 and Path(words[0]).exists()):

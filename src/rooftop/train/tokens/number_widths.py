@@ -61,7 +61,8 @@ def found_kind(path: Path) -> str:
 
 
 def _sample(path: Path, size: int) -> NDArray[np.uint8]:
-    """Read samples at regular offsets in a file, all multiples of 8 bytes; a small file is read completely."""
+    """Read some bytes at several evenly spaced offsets of a file of `size` bytes; the offsets are multiples of 8. A
+    small file is read completely."""
     if size <= PLACES * LOOKED_AT:
         return np.fromfile(path, np.uint8)
     whole = np.memmap(path, np.uint8, mode="r")

@@ -52,7 +52,8 @@ class Proportions:
         self._last = (0, none, none)
 
     def between(self, start: int, stop: int) -> tuple[Ints, Ints]:
-        """Return the source of each draw from `start` to `stop - 1`, and how often this source was drawn before."""
+        """For the draws `start` to `stop - 1`, return the number of the source that each draw takes, and how many
+        earlier draws took the same source."""
         if len(self._parts) == 1:
             return np.full(stop - start, self._sources[0]), np.arange(start, stop)
         sources, numbers = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
@@ -79,7 +80,8 @@ class Proportions:
         return np.array(self._sources)[which], numbers
 
     def _state_before(self, first: int) -> tuple[int, list[int], list[int]]:
-        """The last known state at or before a draw: number of draws, `behind` of `_draws`, draws of each source."""
+        """The latest stored state at or before draw `first`: the number of draws so far, the list `behind` for
+        `_draws`, and the number of draws of each source."""
         kept = min(first // KEPT, len(self._kept) - 1)
         if kept * KEPT <= self._last[0] <= first:
             return self._last

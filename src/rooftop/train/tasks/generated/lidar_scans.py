@@ -111,7 +111,8 @@ def cast(solids: Solids, origin: Tensor, directions: Tensor) -> Hits:
 
 
 def _reaches(solids: Solids, origin: Tensor, directions: Tensor) -> Tensor:
-    """For each solid, whether any of these rays could hit the solid, as seen from above: (S,) bool."""
+    """For each of S solids, whether at least one of the rays may hit it, judged from above (x and y only): (S,)
+    bool."""
     flat = torch.nn.functional.normalize(directions[:, :2], dim=1)
     middle = torch.nn.functional.normalize(flat.mean(0), dim=0)
     wide = (flat @ middle).min().clamp(-1, 1).acos()
@@ -123,7 +124,8 @@ def _reaches(solids: Solids, origin: Tensor, directions: Tensor) -> Tensor:
 
 
 def _first(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) -> Hits:
-    """Find the first hit of each ray among the solids that the mask `those` (S,), which is on the CPU, selects."""
+    """Find the first solid that each ray hits. Only solids that the mask `those`, (S,) bool on the CPU, selects
+    count."""
     found, rows = [torch.full_like(directions[:, :1], math.inf)], [torch.zeros(1, dtype=torch.int64)]
     start = 0
     for kind, count in enumerate(solids.kinds):
@@ -142,7 +144,8 @@ def _first(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) ->
 
 
 def _unit_rays(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Transform rays to the frames of the solids, in which each solid spans -1..1."""
+    """Transform rays to the frame of each solid `those`, in which the solid spans -1..1. Returns origins and
+    directions."""
     c, s = solids.turn[those].unbind(-1)
 
     def turned(v: Tensor) -> Tensor:
@@ -154,7 +157,8 @@ def _unit_rays(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor
 
 
 def _within(kind: int, o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Ray parameters at which rays (R, S, 3) enter and leave unit solids, (R, S); enter > leave if a ray misses."""
+    """Intersect rays with origins `o` and directions `d`, (R, S, 3), with unit solids of one kind. Returns the
+    distances, in units of `d`, at which rays enter and leave, (R, S); enter > leave if a ray misses."""
     if kind == BOX:
         return _slabs(o, d)
     if kind == ELLIPSOID:

@@ -420,13 +420,14 @@ def room(chance: Random) -> tuple[list[Solid], list[Place]]:
 
 
 def _moved(along: float, out: float, x: float, y: float, yaw: float) -> tuple[float, float]:
-    """Convert a point from a wall's frame to the frame of the room."""
+    """Convert a point at a wall, `along` the wall and `out` from it, to x and y of the room. `x`, `y` and `yaw` place
+    the wall's frame."""
     c, s = math.cos(yaw), math.sin(yaw)
     return x + c * along - s * out, y + s * along + c * out
 
 
 class _Floor:
-    """The occupied circles of a floor that spans -a..a and -b..b."""
+    """The occupied circles on a floor that extends from -a to a in x and from -b to b in y."""
 
     def __init__(self, a: float, b: float, chance: Random) -> None:
         self.a, self.b, self.chance = a, b, chance
