@@ -41,7 +41,8 @@ def write_tables(
     pixels, stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the lookup table of one channel of an image: the new value of each value 0..255."""
+    """Write the lookup table that an image's operation applies to one of its colour channels: the new value of each
+    value 0..255."""
     number, channel = tl.program_id(0), tl.program_id(1)
     image = images + number.to(tl.int64) * pixels * 3
     operation = operations + number * stride
@@ -95,7 +96,8 @@ def write_tables(
 
 @triton.jit
 def near(image, x, y, width, there):
-    """The sum of a pixel's 3 x 3 neighbourhood, in which the middle pixel counts five times; int32 for each colour."""
+    """Sum each colour over the 3 x 3 neighbourhood of a pixel, in which the middle pixel counts five times. Returns
+    red, green and blue, int32."""
     red, green, blue = x * 0, x * 0, x * 0
     for down in tl.static_range(-1, 2):
         for across in tl.static_range(-1, 2):

@@ -49,18 +49,19 @@ class Choice:
 
     @property
     def trial(self) -> str | None:
-        """The next way to try; None once a way is chosen."""
+        """The next way of making batches ("here", "threads" or "processes") to time; None if a way is already
+        chosen."""
         if self.chosen is not None:
             return None
         return next(way for way in self.ways if way not in self.seconds and way not in self.refused)
 
     def timed(self, way: str, seconds: float) -> None:
-        """Record the seconds per batch of a way."""
+        """Record how many seconds a batch takes with this way of making batches."""
         self.seconds[way] = seconds
         self._settle()
 
     def failed(self, way: str, why: str) -> None:
-        """Record that a way failed, and why."""
+        """Record that this way of making batches failed, and the reason."""
         self.refused[way] = why
         self._settle()
 
@@ -73,7 +74,7 @@ class Choice:
             self.chosen = "threads"
 
     def __str__(self) -> str:
-        """Describe the choice, with its measurements."""
+        """Describe in words which way of making batches was chosen, with the seconds measured for each way."""
         measured = self._measured()
         if self.chosen is None:
             return f"not chosen yet: {measured or 'nothing was measured'}"

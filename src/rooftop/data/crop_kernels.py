@@ -24,7 +24,8 @@ ENTRIES = tl.constexpr(14)
 
 @triton.jit
 def weight_of(position, centre, support, there):
-    """The unnormalized weight of an input pixel in the weighted mean around `centre`."""
+    """The weight of an input pixel at `position` when pixels around `centre` are averaged, before the weights are
+    divided by their sum."""
     return tl.where(there, tl.maximum(1.0 - tl.abs((position.to(tl.float32) - centre + 0.5) / support), 0.0), 0.0)
 
 

@@ -83,7 +83,8 @@ class EncodedBatch:
 
     @classmethod
     def of(cls, samples: Sequence[Encoded | Pixels]) -> EncodedBatch:
-        """Concatenate the contents of the files, and stack the decoded images."""
+        """Make a batch: concatenate the contents of the samples that are undecoded files, and stack the samples that
+        are decoded images."""
         files = [(place, each) for place, each in enumerate(samples) if isinstance(each, Encoded)]
         contents = [np.frombuffer(each.file.content, np.uint8) for _, each in files]
         decoded = [each for each in samples if isinstance(each, Pixels)]
@@ -180,7 +181,7 @@ def only_on_cpu(transform: ImageTransform) -> str:
 
 
 def encoded_batch(samples: Sequence[tuple[Encoded | Pixels, int]]) -> tuple[EncodedBatch, Tensor]:
-    """Collate files, decoded images and labels to a batch; the labels become (N,) int64."""
+    """Collate undecoded files, decoded images and labels into a batch. The labels become (N,) int64."""
     return EncodedBatch.of([each for each, _ in samples]), torch.tensor([label for _, label in samples])
 
 

@@ -81,7 +81,8 @@ class Copies:
         return leaf.to(self._device, non_blocking=self._stream is not None)
 
     def hand_over(self, copied: Copied) -> Any:
-        """Return the batch on the device. The caller's current stream waits for the copy; the host does not."""
+        """Return the batch from `begin`, on the device. The caller's current stream waits for the copy; the host does
+        not."""
         if copied.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied.ready)

@@ -46,7 +46,7 @@ KEPT = 64  # number of samples whose content is kept in memory
 
 @dataclass(frozen=True)
 class Row:
-    """A stage, and its samples per second when it runs alone."""
+    """One stage of data loading, and how many samples per second it reaches when it runs alone."""
 
     stage: str
     samples_per_s: float

@@ -45,7 +45,7 @@ with vector instructions, and in 1.3 ms without; Pillow takes 0.52 ms.
 
 @dataclass(frozen=True)
 class _Augment:
-    """The augmentation settings; the defaults switch everything off."""
+    """Settings of the image augmentation. By default, all augmentation is off."""
 
     crop: float = 1.0
     flip: float = 0.0
@@ -211,11 +211,12 @@ class ImageTransform:
 
     @property
     def later(self) -> bool:
-        """Whether the `Normalizer` applies the operations of RandAugment, instead of this transform."""
+        """Whether the `Normalizer`, instead of this transform, applies the drawn operations of RandAugment."""
         return self.train and self.augment.rand_augment > 0 and self.augment.rand_augment_on == "gpu"
 
     def pixels(self, values: Tensor, drawn: Drawn) -> Pixels:
-        """Combine an image, (size, size, 3) uint8, with the changes that the `Normalizer` has to apply."""
+        """Make the `Pixels` of an image, (size, size, 3) uint8: the image, and the drawn changes that the `Normalizer`
+        applies later."""
         operations = encoded(drawn.operations, self.size) if self.later else NO_OPERATIONS
         return Pixels(values, torch.tensor(drawn.erased or (0, 0, 0, 0), dtype=torch.int16), operations)
 

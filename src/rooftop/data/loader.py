@@ -146,7 +146,8 @@ class Loader:
 
     @property
     def chosen(self) -> str | None:
-        """The chosen way to make batches; None while ways are still being timed."""
+        """The chosen way of making batches ("here", "threads" or "processes"); None while the loader still times
+        them."""
         return self._choice.chosen
 
     def __iter__(self) -> Iterator[LoadedBatch]:
@@ -297,7 +298,8 @@ class Loader:
 
 
 def _worth_trying(workers: int, on_gpu: bool, thread_safe: bool) -> tuple[str, ...]:
-    """The ways to make batches that are worth timing. A single worker helps only while a GPU computes."""
+    """The ways of making batches that are worth timing. On a CPU, a single worker is no faster than the training loop
+    itself."""
     if workers == 1 and not on_gpu:
         return ("here",)
     return WAYS if thread_safe else ("here", "processes")

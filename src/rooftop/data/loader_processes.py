@@ -66,7 +66,7 @@ class _Worker:
     used: int = 0
 
     def slot(self) -> int:
-        """The number of a slot that no batch uses now. This slot then counts as used."""
+        """Take a slot of shared memory that no batch uses now, and return its number."""
         if self.free:
             return self.free.pop()
         self.used += 1
@@ -202,7 +202,7 @@ def _end(workers: list[_Worker], parent: int) -> None:
 
 
 def _mapped(handle: int, size: int) -> Tensor:
-    """Map a slot of another process: (size,) uint8."""
+    """Map the shared memory of another process's slot into this process: (size,) uint8."""
     storage: Any = torch.UntypedStorage
     try:
         return torch.empty(0, dtype=torch.uint8).set_(storage._new_shared_fd_cpu(handle, size))  # type: ignore[call-overload]
@@ -211,7 +211,8 @@ def _mapped(handle: int, size: int) -> Tensor:
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a piece whose tensors are in a slot, with or without a copy."""
+    """Unpickler of a piece of a batch. Its tensors lie in a slot of shared memory, and are copied from the slot if
+    `copy`."""
 
     def __init__(self, file: io.BytesIO, slot: Tensor | None, copy: bool, pin: bool) -> None:
         super().__init__(file)
@@ -234,7 +235,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _work(connection: Connection, job: Job, parent: int) -> None:
-    """Run a worker process: make pieces until the parent ends."""
+    """Main function of a worker process: make pieces of batches until the parent process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     # SLURM and `timeout` send SIGTERM to all processes of a training, but the parent still needs batches until it has
     # saved a checkpoint. Programs that a data set starts would inherit SIG_IGN, but they do not inherit a handler.
@@ -284,7 +285,8 @@ def _seed(job: Job, epoch: int, number: int, piece: int) -> None:
 
 
 class _Writer(pickle.Pickler):
-    """Pickles a piece; assigns its tensors to offsets in a slot."""
+    """Pickler of a piece of a batch. It lists the piece's tensors, and assigns each an offset in a slot of shared
+    memory."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)

@@ -60,8 +60,8 @@ class Order:
         return self.samples // self.batch if self.drop_last else -(-self.samples // self.batch)
 
     def part(self, epoch: int, number: int) -> tuple[Numbers, Numbers, Numbers]:
-        """Return three arrays about this rank's part of batch `number` of an epoch: the positions of its samples in the
-        batch, the samples' indices in the data set, and the number of each sample's copy."""
+        """Return three arrays for the samples that this rank takes of batch `number`: their positions in the batch,
+        their indices in the data set, and the copy number of each sample (0 without repeats)."""
         different = self.batch // self.repeats
         start = number * different
         size = self.batch if self.repeats > 1 else min(self.batch, self.samples - start)

@@ -28,7 +28,7 @@ ONE_THREAD = 32768  # PyTorch's operators use one thread up to this many element
 
 
 class Damaged(NamedTuple):
-    """A skipped sample: its index, its name if it has one, and the reason."""
+    """A damaged sample that was skipped: its index in the data set, its name if it has one, and the reason."""
 
     sample: int
     name: str | None

@@ -50,10 +50,12 @@ class StagedSamples(Samples, Protocol):
         """The encoded bytes of the sample, as they are stored on disk."""
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """Decode the content to an image. The augmentation is drawn from `generator` now; `changed` applies it."""
+        """Decode the sample's bytes to an image. The augmentation is drawn from `generator` now, and `changed` applies
+        it."""
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
-        """Make the sample from the result of `decoded`. Augmentation that is not drawn yet uses `generator`."""
+        """Make the sample from the decoded image that `decoded` returned. Augmentation that `decoded` has not drawn
+        uses `generator`."""
 
 
 def sample(samples: Samples, index: int, seed: int, epoch: int, copy: int = 0) -> Any:

@@ -149,7 +149,7 @@ class TarShards:
         )
 
     def _sample(self, entry: _Entry, value: Callable[[str], Any]) -> Any:
-        """Make a sample; `value` reads and decodes the file with a suffix."""
+        """Make a sample. `value` reads and decodes the sample's file with a given suffix."""
         if self.fields is not None:
             return tuple(value(self._ending(entry, name)) for name in self.fields)
         if entry.wrong is not None:
@@ -157,7 +157,7 @@ class TarShards:
         return {"__key__": entry.key, **{ending: value(ending) for ending in entry.files}}
 
     def _ending(self, entry: _Entry, name: str) -> str:
-        """The suffix of a field's file."""
+        """The suffix of the sample's file that holds field `name`."""
         if entry.wrong is not None:
             raise InputError(entry.wrong)
         wanted = IMAGE_ENDINGS if name == IMAGE else (name,)
@@ -178,7 +178,8 @@ class TarShards:
             raise InputError(f"{name} cannot be read: {error}") from error
 
     def _read(self, entry: _Entry, ending: str) -> bytes:
-        """Read a file's content at its offset (pread), so that several threads can read a shard at the same time."""
+        """Read the content of the sample's file with this suffix from its shard, at a fixed offset (pread). Several
+        threads can read a shard at the same time."""
         offset, size = entry.files[ending]
         handle = os.open(self.paths[entry.shard], os.O_RDONLY)
         try:
@@ -197,7 +198,8 @@ class TarShards:
 
 
 class _Index:
-    """The entries, stored as columns: millions of Python objects would take gigabytes in each process."""
+    """Index of all samples in the shards, stored as columns: a Python object per sample would take gigabytes in each
+    process."""
 
     def __init__(self, entries: Iterable[_Entry]) -> None:
         self._keys: list[str] = []

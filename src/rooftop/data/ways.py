@@ -34,7 +34,7 @@ class Way(Protocol):
 
 
 class Here:
-    """Makes each batch in `take`, in the calling thread."""
+    """Makes each batch in the thread that calls `take`."""
 
     in_flight = 1
 

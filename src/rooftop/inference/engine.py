@@ -77,7 +77,7 @@ class EngineReport:
 
     @property
     def graphs_bytes(self) -> int:
-        """Size of all graphs: their inputs, and the memory in which they run."""
+        """Bytes of GPU memory that all CUDA graphs hold: their inputs, and the memory in which they run."""
         return sum(graph.bytes for graph in self.graphs or ())
 
     def __str__(self) -> str:
@@ -315,7 +315,7 @@ class Engine:
         return tensor.to(self.output_dtype if to_other else tensor.dtype, copy=True)
 
     def _state(self) -> Hashable:
-        """The identity and the in-place version counter of each buffer of the model."""
+        """The current version of each buffer of the model: its name, its identity, and its in-place version counter."""
         buffers = [(name, b) for m in self.model.modules() for name, b in m._buffers.items()]
         return tuple((name, id(b), None if b is None or b.is_inference() else b._version) for name, b in buffers)
 

@@ -27,7 +27,7 @@ Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
 
 class _Kept(dict[tuple[Hashable, ...], Any]):
-    """Cached results. A key consists of the name and the arguments of the method."""
+    """Cached results of a module's methods. A key consists of a method's name and its arguments."""
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
         return _Kept, ()  # without results, because the parameters of a copied or loaded model may be cast or moved
@@ -85,22 +85,22 @@ def keep_constants(model: nn.Module) -> tuple[str, ...]:
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """Bytes of all results that a model caches."""
+    """Number of bytes of all results that the modules of a model have cached."""
     results = [each for module in model.modules() for each in module.__dict__.get("_constants", {}).values()]
     flat = [t for each in results for t in (each if isinstance(each, tuple) else (each,))]
     return sum(t.numel() * t.element_size() for t in flat)
 
 
 def _lasting(arguments: tuple[object, ...], options: dict[str, object]) -> bool:
-    """Whether the arguments can be a cache key: no keywords, no tensors except parameters, all hashable."""
+    """Whether a method call can be cached by its arguments: it has no keywords, no tensors except parameters, and only
+    hashable arguments."""
     kinds_fit = all(isinstance(each, nn.Parameter) or not isinstance(each, Tensor) for each in arguments)
     return not options and kinds_fit and all(isinstance(each, Hashable) for each in arguments)
 
 
 def _can_be_kept(tensor: Tensor) -> bool:
-    """Whether a result may be cached. The function waits until the result is computed, so that any stream can use the
-    result.
-    """
+    """Whether a method's result may be cached. This function waits until the result is computed, so that any stream can
+    use it."""
     if type(tensor) is not Tensor or tensor.is_meta or tensor.requires_grad:
         return False
     if tensor.is_cuda:

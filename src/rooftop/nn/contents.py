@@ -43,7 +43,7 @@ class Contents:
 
     @classmethod
     def of(cls, model: nn.Module) -> Contents:
-        """Search a model and the objects that it refers to."""
+        """List what a model contains: search the model and the objects that it refers to."""
         found = cls()
         found._look_at(model, "", 0)
         return found

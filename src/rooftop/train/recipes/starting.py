@@ -84,8 +84,8 @@ def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name:
 
 
 def _is_of_classes(found: tuple[int, ...], expected: tuple[int, ...], num_classes: int) -> bool:
-    """Whether two shapes differ in one dimension only, whose size in `expected` or `found` is the number of classes.
-    For a detector, one more class, "no object", is allowed."""
+    """Whether two shapes differ in one dimension only, and its size in `expected` is the number of classes, or one
+    more: a detector has the additional class "no object"."""
     if len(found) != len(expected):
         return False
     differing = [size for other, size in zip(found, expected, strict=True) if other != size]

@@ -90,7 +90,7 @@ def _check_one_split(path: Path, files: list[Path]) -> None:
 
 
 def _table(path: Path, files: list[Path], datasets: Any) -> Any:
-    """Open files of Hugging Face datasets, or of Parquet, as one Arrow table."""
+    """Open a data set of Hugging Face datasets, stored as Arrow or Parquet files, as one Arrow table."""
     if not files:
         found = datasets.load_from_disk(str(path))
     elif files[0].suffix == ".parquet":
