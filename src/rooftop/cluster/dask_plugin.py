@@ -102,7 +102,8 @@ def _usual_device() -> str:
 
 
 class _Watched(AbstractContextManager[None]):
-    """A chunk that one thread computes while another thread checks the time limit."""
+    """A chunk of items that one thread computes, while the calling thread checks that no batch exceeds the time
+    limit."""
 
     def __init__(self, shop: Workshop, chunk: Chunk, ahead: Ahead) -> None:
         self._shop, self._chunk, self._ahead = shop, chunk, ahead

@@ -45,7 +45,7 @@ def division_beside(job: Job, device: str, threads: int) -> Division | None:
 
 @dataclass
 class _Asked:
-    """A chunk whose result a thread waits for."""
+    """A chunk of items that was sent to the process, and the future of its result, for which a thread waits."""
 
     chunk: Chunk
     done: Future[Done]
@@ -84,7 +84,7 @@ class ProcessBeside:
         return asked.done.result()
 
     def close(self) -> None:
-        """End the process. In threads that wait in `do`, `do` raises an error."""
+        """End the process. Threads that wait in `do` for a result get an error."""
         self._at_exit()
 
     def _end(self) -> None:

@@ -15,7 +15,7 @@ CARRIERS: dict[str, Any] = {}
 
 
 def do_chunk(token: str, chunk: Chunk) -> Done:
-    """Compute a chunk with the worker's job (`Carrier.do`)."""
+    """Dask task: compute a chunk of items by the job that this worker holds under the run's token."""
     carrier = CARRIERS.get(token)
     if carrier is None:
         raise ModelRunError("this worker did not receive the job: does it have another version of rooftop?")

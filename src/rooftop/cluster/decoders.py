@@ -68,7 +68,7 @@ MOST_FILES = 65536  # a new decoding process closes the worker's open files with
 
 @dataclass
 class _Waiting:
-    """An item that waits for a process, with its number and the number of processes that it killed."""
+    """An item that waits to be decoded: its number, and how many decoding processes have died while they decoded it."""
 
     number: int
     item: Item
@@ -235,7 +235,8 @@ class Decoders:
                 self._changed.notify_all()
 
     def _give(self) -> None:
-        """Give tasks to processes while items wait and processes have room."""
+        """Send decoding tasks to processes while items wait and a process can take another task. Pause if enough items
+        are decoded ahead."""
         while items := self._more():
             for item in items:
                 self._waiting.append(_Waiting(self._last, item))
@@ -290,8 +291,8 @@ class Decoders:
             process.connection.send((slot, [each.item for each in task]))
 
     def _slot(self, process: _Process, items: int) -> int:
-        """Choose a slot for a task: a free slot to lend if it is twice as large as the task's tensors probably are,
-        otherwise a slot from which tensors are copied."""
+        """Choose the slot of shared memory for a task's tensors. The slot is a free one to lend if it has twice the
+        expected bytes of these tensors, otherwise one from which the tensors are copied."""
         if self._lends and 0 < 2 * self._size * items <= LENT_BYTES and process.arena.free:
             return process.arena.free.popleft()
         used = [slot for slot, _ in process.tasks]
@@ -392,8 +393,8 @@ class Decoders:
 
 
 def _first_of(waiting: deque[_Waiting], most: int, of_one_file: bool = False) -> list[_Waiting]:
-    """Take the first items: at least one and at most `most`, with `of_one_file` only items of the same file. An item
-    that has killed a process is taken alone."""
+    """Remove and return the first waiting items: at least one, and at most `most`. With `of_one_file`, all are from the
+    same file. An item during which a process died is taken alone."""
     taken = [waiting.popleft()]
     first = taken[0]
     while (
@@ -438,7 +439,8 @@ def _work(connection: Connection, arena: Arena, decode: Callable[[Item], Any], w
 
 
 def _whole(decode: Callable[[Item], Any], item: Item) -> Decoded:
-    """Decode an item. A `MissingExtraError` becomes the value, and the worker then raises it."""
+    """Decode an item. After a `MissingExtraError` (a package is not installed), the value is the error, which the
+    worker process raises later."""
     try:
         return decoded(decode, item)
     except MissingExtraError as error:

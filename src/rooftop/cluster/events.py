@@ -32,7 +32,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Hung:
-    """Reports a chunk that was abandoned because the items [first, first + count) took too long."""
+    """Reports a chunk that was abandoned because its items `first` to `first + count - 1` exceeded the time limit."""
 
     chunk: Chunk
     first: int

@@ -77,7 +77,7 @@ class Decoding:
                 check_count(name, number, 1)
 
     def arguments(self) -> dict[str, Any]:
-        """The settings that affect results, by name."""
+        """The decoding settings that affect results for this kind of items, by name."""
         found: dict[str, Any] = {"kind": self.kind}
         if self.kind == "clip":
             found |= {"frames": self.frames, "step": self.step, "stride": self.stride}
@@ -125,7 +125,7 @@ class Item(NamedTuple):
 
 @cache
 def suffixes(kind: str) -> frozenset[str]:
-    """The file suffixes of a kind. For "path", the suffixes of all kinds."""
+    """The file suffixes that belong to a kind of items, such as "image". For "path", the suffixes of all kinds."""
     if kind == "image":
         from rooftop.media.images import SUFFIXES
 

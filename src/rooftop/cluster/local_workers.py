@@ -216,7 +216,8 @@ class LocalWorkers:
         self._start_instead(worker)
 
     def _end_stuck(self, worker: _Worker, number: int, first: int, count: int) -> None:
-        """Replace a worker in which the items [first, first + count) of chunk `number` have taken too long."""
+        """Kill and replace a worker in which items `first` to `first + count - 1` of chunk `number` have exceeded the
+        time limit."""
         worker.process.kill()
         worker.process.join()
         with suppress(EOFError, OSError):  # keep finished results
@@ -284,8 +285,8 @@ class _Worker:
             self.connection.send(None)
 
     def stuck(self, timeout_s: float | None) -> tuple[int, int, int] | None:
-        """Return (chunk number, first, count) if the items [first, first + count) of a chunk have exceeded the time
-        limit; otherwise None."""
+        """If the worker's current items have exceeded the time limit, return (chunk number, index of the first such
+        item in the chunk, number of such items); otherwise None."""
         number, first, count, since = self.status
         late = timeout_s is not None and since > 0 and time.monotonic() - since > timeout_s
         return (int(number), int(first), int(count)) if late and self.status[3] == since else None
@@ -412,7 +413,7 @@ def _uses_gpu() -> bool:
 
 
 class _Starting:
-    """Records the seconds of each part of a worker's start."""
+    """Records how many seconds each step of a worker process's start took."""
 
     def __init__(self, since: float) -> None:
         self._since, self.seconds = since, dict[str, float]()
@@ -434,7 +435,8 @@ def _decoders(job: Job, decode: Callable[[Item], Any], division: Division) -> De
 
 
 class _Given:
-    """Iterates over the chunks that the parent sends, until it sends None."""
+    """A function that returns the next chunk from the parent process: None if no chunk has come yet, or after the
+    parent has sent None."""
 
     def __init__(self, chunks: queue.SimpleQueue[Chunk | None]) -> None:
         self._chunks, self._ended = chunks, False
@@ -477,7 +479,8 @@ def _taken_from(to_decode: queue.SimpleQueue[list[Item]]) -> Callable[[], Sequen
 
 
 class _At:
-    """Writes the process's current items to shared memory. The time is written last and cleared first."""
+    """Writes to shared memory which items this worker process computes now, and since when. The time is written last
+    and cleared first, so that the parent never reads it with other items."""
 
     def __init__(self, status: Any) -> None:
         self._status = status

@@ -318,7 +318,8 @@ def size_near_end(size: int, left: int, workers: int, batch: int) -> int:
 
 @dataclass
 class _Work:
-    """Sums over chunks: the items that were decoded and that were passed to the target, and the seconds of both."""
+    """Sums over all finished chunks: how many items were decoded, how many were passed to the target, and the seconds
+    of both."""
 
     decoded: int = 0
     called: int = 0
@@ -361,7 +362,8 @@ class _Run:
         self._columns = parts.columns
 
     def in_parts(self) -> int:
-        """The number of rows that this run has added to the parts. Its other rows wait until each column has a type."""
+        """The number of rows that this run has given to the Parquet parts. Its other rows wait until the type of each
+        column is known."""
         return self.items - sum(rows.num_rows for rows in self._unsettled)
 
     def show(self, what: str) -> None:
@@ -370,7 +372,8 @@ class _Run:
             self.progress(what, (self.done + self.items) / self.files if self.files else 0.0)
 
     def all(self, workers: Workers, job: Job, items: Iterator[Item]) -> None:
-        """Process all items. Even if this method raises, the parts contain the finished results."""
+        """Compute all items on the workers. If this method raises, the Parquet parts still contain all finished
+        results."""
         flying = 0
         batch, self._timeout_s = job.batch, job.timeout_s or 0.0
         self._kind, self._decodes = job.decoding.kind, job.decoding.kind in DECODED
@@ -438,8 +441,9 @@ class _Run:
         self._size = self._next_size(chunk, outcome, batch)
 
     def _next_size(self, chunk: Chunk, outcome: Outcome, batch: int) -> int:
-        """The size of later chunks, given a finished chunk: CHUNK_S of work in whole batches, but at most twice the
-        finished chunk's size. Until all columns have types: twice that size, but at most LEARNED_FROM."""
+        """The number of items in later chunks, from the times of a finished chunk: CHUNK_S of work in whole batches, at
+        most twice as many items as that chunk. Until all columns have types, it is twice as many, at most
+        LEARNED_FROM."""
         if not self._final:
             return min(2 * len(chunk.items), LEARNED_FROM)
         size = outcome.batch.nbytes / len(chunk.items)
@@ -450,7 +454,8 @@ class _Run:
         return max(batch, wanted // batch * batch)
 
     def _size_now(self, batch: int) -> int:
-        """The size of the next chunk. Chunks shrink near the end of the run, if the number of items is known."""
+        """The number of items in the next chunk. Near the end of the run, chunks get fewer items if the total is
+        known."""
         if self.files is None or not self._final:
             return self._size
         return size_near_end(self._size, self.files - self.done - self._given, len(self.workers), batch)
@@ -476,7 +481,8 @@ class _Run:
         self.show(what)
 
     def _settle(self) -> None:
-        """Make the known columns and types final, and add the results that have waited for this."""
+        """Fix the columns and types of the results seen so far as final, then add the waiting results to the Parquet
+        parts."""
         if self._final:
             return
         if self._unsettled:
@@ -489,7 +495,8 @@ class _Run:
     # ---- failed items ------------------------------------------------------------------------------------------------
 
     def _lost(self, chunk: Chunk, why: str | None, more_deaths: int) -> None:
-        """Repeat a lost chunk, item by item after it has ended two workers. Give up an item that has ended three."""
+        """Give the items of a lost chunk to workers again, one by one if the chunk has ended two workers. Give up an
+        item that has ended three workers."""
         self.lost += 1
         if why is None:
             self._again.appendleft(chunk)

@@ -50,8 +50,8 @@ REMEDIES = {
 
 
 class Done:
-    """The set of items that are done: the names of files that are one item, and, for each other file, a bit for each
-    place (line, row or first frame of a clip)."""
+    """The items whose results are in the Parquet parts. For a file that is one item, this set has the file's name. For
+    any other file, it has one bit for each place: line, row, or first frame of a clip."""
 
     def __init__(self) -> None:
         self._whole: set[str] = set()

@@ -41,7 +41,8 @@ SIZES = 4096  # maximum number of photograph sizes whose `Resize` is cached
 
 
 class Computed(NamedTuple):
-    """Results on the device, with photographs along the first dimension, and the network's number of classes."""
+    """Results of a network on its device, with one entry per photograph along the first dimension, and the network's
+    number of classes."""
 
     results: tuple[Tensor, ...]
     classes: int
@@ -90,7 +91,7 @@ class _Begun:
 
 @lru_cache(SIZES)
 def no_change(width: int, height: int) -> Resize:
-    """A `Resize` that leaves a photograph as it is."""
+    """A `Resize` (the change of a photograph's size) that keeps the width and the height."""
     return Resize((width, height))
 
 
@@ -235,7 +236,8 @@ class Classes:
     preprocessing: Preprocessing
 
     def compute(self, network: nn.Module, images: list[Tensor], sizes: list[tuple[int, int]]) -> Computed:
-        """Return whether the logits are finite, (B,), and the best probabilities and classes, (B, top) each."""
+        """Classify photographs. The results are whether a photograph's logits are finite, (B,), and its highest
+        probabilities and their classes, (B, top) each."""
         logits = network(torch.cat(images) if len(images) > 1 else images[0]).float()  # (B, classes)
         best = logits.softmax(1).topk(min(self.top, logits.shape[1]))
         return Computed((logits.isfinite().all(1), best.values, best.indices), logits.shape[1])

@@ -52,8 +52,8 @@ class Arena:
         self._pinned: dict[int, tuple[int, int]] = {}  # slot -> its address, and the bytes that are pinned
 
     def slots(self) -> list[Any]:
-        """The bytes of each slot, for the decoding process. This method maps the file again, since memory that CUDA has
-        pinned is not always inherited."""
+        """Map the arena's memory in the decoding process, and return the bytes of each slot. The worker's mapping is
+        not used, since memory that CUDA has pinned is not always inherited."""
         memory = mmap.mmap(self._file, len(self._memory))
         places = map(_place, range(COPIED_SLOTS + LENT_SLOTS))
         return [np.frombuffer(memory, np.uint8, size, first) for first, size in places]
@@ -159,17 +159,18 @@ class Writer(pickle.Pickler):
 
 
 class Reader:
-    """Reads the values of a `Writer` that has put no tensors into its slot."""
+    """Reads the pickled values of a `Writer` that has put no tensors into its slot of shared memory."""
 
     def __init__(self, content: bytes) -> None:
         self._file = io.BytesIO(content)
 
     def load(self) -> Any:
-        """The next value."""
+        """Unpickle the next value that the writer has added."""
         return _Unpickler(self._file, self.tensor).load()
 
     def tensor(self, place: Any) -> Tensor:
-        """The tensor at a place that `Writer.persistent_id` has returned."""
+        """Return the tensor at a place in the slot, which the writer has pickled instead of the tensor. This class has
+        no slot, so it raises UnpicklingError."""
         raise pickle.UnpicklingError(f"found a tensor at {place}, but this task wrote no tensors to its slot")
 
 

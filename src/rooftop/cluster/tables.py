@@ -114,14 +114,15 @@ def _holds_atoms(values: Sequence[Any]) -> bool:
 
 
 def whole_schema(columns: Any | None) -> Any:
-    """The parts' schema: the fixed columns, then the results' columns (a pyarrow.Schema, or None)."""
+    """The schema of the Parquet parts: the columns input, place and error, then the columns of the results (a
+    pyarrow.Schema, or None)."""
     pa = load_arrow()
     fixed = [("input", pa.string()), ("place", pa.int64()), ("error", pa.string())]
     return pa.schema([*fixed, *(columns or ())])
 
 
 def is_settled(columns: Any | None) -> bool:
-    """Whether the type of each column is known."""
+    """Whether the results' columns (a pyarrow.Schema, or None) are known, and each has a type."""
     return columns is not None and not any(_untyped(field.type) for field in columns)
 
 
@@ -264,12 +265,14 @@ def is_table(results: Any) -> bool:
 
 
 def with_items(items: Sequence[Item], results: Any) -> Any:
-    """Add the fixed columns to results without errors, a pyarrow.RecordBatch with one row per item."""
+    """Add the columns input, place and error to results, a pyarrow.RecordBatch with one row per item. All errors are
+    null."""
     return _whole_batch(items, [None] * len(items), results.columns, results.schema)
 
 
 def _whole_batch(items: Sequence[Item], errors: Sequence[str | None], arrays: Sequence[Any], columns: Any) -> Any:
-    """Make a batch of the fixed columns, and of the results' columns with the values `arrays`."""
+    """Make a pyarrow.RecordBatch with the columns input, place and error, and the result columns of the schema
+    `columns`, whose values are `arrays`."""
     pa = load_arrow()
     whole = whole_schema(columns)
     fixed = [[item.input for item in items], [item.place for item in items], errors]
@@ -414,6 +417,6 @@ def fitted_table(batches: Sequence[Any], schema: Any) -> Any:
 
 
 def joined(batches: Sequence[Any], columns: Any | None) -> Any:
-    """Concatenate batches, with the columns that are known after the last batch."""
+    """Concatenate batches of rows into one batch, which has all result columns that were known after the last batch."""
     (batch,) = fitted_table(batches, whole_schema(columns)).combine_chunks().to_batches()
     return batch

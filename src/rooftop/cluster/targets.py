@@ -111,7 +111,8 @@ class CallableTarget:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The settings besides the name that affect the results: a callable has none."""
+        """The settings that affect the results, apart from the target's name. The target is a callable, so there are
+        none."""
         return {}
 
     def load(self, device: str) -> Call:

@@ -185,7 +185,8 @@ At = Callable[[Chunk, int, int], AbstractContextManager[Any]]
 
 @dataclass
 class _Progress:
-    """A chunk that the target is working on."""
+    """The state of a chunk while its items are computed: finished outcomes and tables, and sums of items, errors and
+    seconds."""
 
     chunk: Chunk
     columns: Any
@@ -265,7 +266,8 @@ class Workshop:
         self.pool = ThreadPoolExecutor(job.threads, "rooftop-decode")  # starts its threads when they are needed
 
     def ahead(self, more: Callable[[], Sequence[Item] | None]) -> AheadByThreads:
-        """Decode the items of `more` ahead: two per thread or two batches, whichever is more."""
+        """Decode the items that `more` returns in threads, before they are needed. Two items per thread, or two batches
+        if that is more, are decoded ahead."""
         return AheadByThreads(self.pool, self.decode, more, max(2 * self.job.threads, 2 * self.job.batch))
 
     def do(self, chunk: Chunk, decoding: Ahead, at: At) -> Outcome:
@@ -338,8 +340,8 @@ class Workshop:
             )  # fmt: skip
 
     def _called(self, progress: _Progress, values: list[Any], call: Callable[[], Any]) -> Any:
-        """Return the results of a call: a pyarrow.RecordBatch if the call returns one; if not, a list of rows and
-        failures. If the call raises, retry each value alone."""
+        """Call the target on decoded values. Return its pyarrow.RecordBatch, or else a list with a row or a failure for
+        each value. If the call raises, call the target on each value alone."""
         begun, before = time.perf_counter(), self._device_s()
         try:
             results = call()
@@ -361,7 +363,8 @@ class Workshop:
         return row
 
     def _device_s(self) -> float | None:
-        """The device's seconds so far; None if the host's clock measures the calls."""
+        """Seconds that the device has spent on finished calls; None if the target is not pipelined, and the host's
+        clock measures its calls."""
         return None if self._pipelined is None else self._pipelined.device_s
 
 
