@@ -250,7 +250,7 @@ def _ranks(layout: Layout, where: torch.device, settings: Mapping[str, object]) 
 
 
 def _silent(text: str) -> None:
-    """Print nothing: replaces `_echo` on runs that print no generated text."""
+    """Print nothing: replaces `_echo` on all ranks but the first, and if standard output is for JSON."""
 
 
 # ---- the text ------------------------------------------------------------------------------------------------------

@@ -94,8 +94,8 @@ class Lower:
 
 @dataclass(frozen=True)
 class History:
-    """The measurements of one machine, and the raises: rates that a program exceeded. The history keeps only the last
-    measurements, and those that have the best value of a figure."""
+    """The measurements of one machine, and its raises: ceilings that were raised because a program exceeded them. The
+    history keeps only the last measurements, and those that have the best value of a figure."""
 
     machine: Machine
     measurements: tuple[Measurement, ...]

@@ -90,7 +90,7 @@ def apart(source: Tensor, target: Tensor) -> Tensor:
 
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether writing to one tensor may change elements of the other that are not read yet. Two tensors with exactly
-    the same elements do not count as overlapping."""
+    the same elements do not count: each element is read before it is written."""
     if one.device != other.device or not (one.numel() and other.numel()) or same_elements(one, other):
         return False
     return one.data_ptr() < end_of(other) and other.data_ptr() < end_of(one)

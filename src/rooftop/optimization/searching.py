@@ -254,8 +254,8 @@ class Search:
         return self._has_no_reason(rule, "no gain", "absent", times)
 
     def _has_no_reason(self, rule: Rule, verdict: str, method: str, given: object) -> bool:
-        """Call a method of the rule that returns None, or a reason to reject the rule. Return whether it returned None.
-        A reason is recorded with the verdict; an error is recorded as "failed"."""
+        """Call a method of the rule, and return whether its result is None. Any other result is a reason to reject the
+        rule, and is recorded with the verdict. An error is recorded as "failed"."""
         try:
             reason = getattr(rule, method)(given)
             if reason is not None and (not isinstance(reason, str) or not reason):
