@@ -131,7 +131,7 @@ def _dtype(entry: Entry) -> str:
 
 
 def _found(record: TrainingRecord, saved: Readable, verified: bool) -> dict[str, Any]:
-    """The full contents of a checkpoint, for JSON."""
+    """All that `inspect` found in a checkpoint, as plain data for JSON: record, files and tensors."""
     files = {}
     if isinstance(saved, SavedTensors):
         files = {name: count for name, (count, _) in saved.files.items()}

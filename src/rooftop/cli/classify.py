@@ -132,7 +132,9 @@ def _is_video(path: Path) -> bool:
 
 @dataclass
 class _Clip:
-    """The classes found in the frames of a video, and the damage at which decoding ended (None without damage)."""
+    """The classes found in the frames of a video. `damage` is the error at which decoding ended; None if the whole
+    video was decoded.
+    """
 
     path: Path
     device: torch.device

@@ -28,8 +28,8 @@ def run(ctx: click.Context, json_path: Path | None, install_kernel: bool) -> Non
 
 
 def _show(findings: list[Finding], broken: list[str]) -> None:
-    """Print one line per component. The problem and the command that fixes it follow below the component's own line.
-    Long lines are not wrapped, so that they can be copied."""
+    """Print one line per checked part of the installation. The problem and the command that fixes it follow below the
+    part's line. Long lines are not wrapped, so that users can copy them."""
     console = Console(highlight=False)
     width = max(len(finding.part) for finding in findings)
     for finding in findings:

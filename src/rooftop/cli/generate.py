@@ -250,14 +250,16 @@ def _ranks(layout: Layout, where: torch.device, settings: Mapping[str, object]) 
 
 
 def _silent(text: str) -> None:
-    """Take the place of `_echo` where no text is printed."""
+    """Print nothing: replaces `_echo` on all ranks but the first, and if standard output is for JSON."""
 
 
 # ---- the text ------------------------------------------------------------------------------------------------------
 
 
 def _unicode(number: int, prompt: str) -> str:
-    """Decode a prompt as UTF-8. Python passes bytes that the locale cannot decode as surrogates."""
+    """Decode the text of a prompt from the command line as UTF-8. Python passes each byte that the locale cannot decode
+    as a surrogate character. `number` is the prompt's index.
+    """
     try:
         return prompt.encode(errors="surrogateescape").decode()
     except UnicodeError as error:
@@ -279,7 +281,9 @@ def _told(
     tokens: Sequence[Sequence[int]],
     echo: Callable[[str], None],
 ) -> list[list[int]]:
-    """Collect the new tokens of each prompt, and print the text of the first unfinished prompt as its tokens arrive."""
+    """Generate: return the new tokens of each prompt. Print one prompt's text after the other, each new token of the
+    first unfinished prompt as soon as it arrives.
+    """
     new: list[list[int]] = [[] for _ in prompts]
     held = ["" for _ in prompts]  # the text of each prompt, held back until the texts of earlier prompts are complete
     decoders = [Decoder(tokenizer, before) for before in tokens]
@@ -287,7 +291,9 @@ def _told(
     echo(prompts[0])
 
     def go_on() -> int:
-        """Print the text that is ready, and return the index of the first unfinished prompt."""
+        """Print the held-back text of the first unfinished prompt, and of later prompts if it has ended. Return the
+        index of the first prompt that is still unfinished.
+        """
         place = current
         while place < len(prompts):
             echo(held[place])

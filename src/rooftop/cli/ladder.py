@@ -136,7 +136,9 @@ def _climbed(name: str, size: int | None, where: torch.device) -> Climb:
 
 
 def _interpreted(words: list[str]) -> int:
-    """Repeat the call in a process with Triton's interpreter, because Triton chooses the interpreter at import."""
+    """Run this `rooftop` command again in a process with Triton's interpreter, and return its exit status. A new
+    process is needed because Triton chooses the interpreter at import.
+    """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     sys.stdout.flush()
     done = subprocess.run([sys.executable, "-m", "rooftop", *words], env=environment, check=False)

@@ -130,7 +130,9 @@ def _fail(message: str, status: int, debug: bool, error: BaseException | None = 
 
 
 def _failure_behind(error: BaseException | None) -> str | None:
-    """Return the first failure of any rank, if this error ended all ranks. All ranks return the same text."""
+    """Return the text of the first failure of any rank, if that failure is the cause of `error`; otherwise None. The
+    text is the same on all ranks.
+    """
     while error is not None:
         failure = getattr(error, FAILURE, None)
         if isinstance(failure, str):

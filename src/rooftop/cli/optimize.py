@@ -104,7 +104,9 @@ def run(
 
 
 def _is_of_the_model(error: Exception) -> bool:
-    """Whether an error was raised in the call of a module. Errors of candidates do not leave the search."""
+    """Whether an error was raised inside the call of a module, and so by the user's model: the search handles the
+    errors of candidates itself.
+    """
     return any(frame.name == "_call_impl" for frame in traceback.extract_tb(error.__traceback__))
 
 
@@ -152,7 +154,7 @@ def _show(found: Optimized, target: str) -> None:
 
 
 def _why_nothing(found: Optimized) -> str:
-    """Say why no change was kept."""
+    """Say why `optimize` kept none of the changes that it tried."""
     if not found.changes:
         return "the plan has no changes"
     waiting = sum(change.verdict == "not tried" for change in found.changes)

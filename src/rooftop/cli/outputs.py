@@ -73,8 +73,8 @@ def check_outputs(outputs: Mapping[str, Sequence[Path | None]], json_path: Path 
 
 
 def _is_of(path: Path, kind: str) -> bool:
-    """Whether a file is of this kind by its name or, with any other name, by its content. An empty file is of any
-    kind."""
+    """Whether a file's name has an ending of this kind or, if not, its content begins like this kind. An empty file
+    counts as any kind."""
     names, beginnings = KINDS[kind]
     if path.name.lower().endswith(names):
         return True
@@ -84,7 +84,7 @@ def _is_of(path: Path, kind: str) -> bool:
 
 
 def _is_in(path: Path, source: Path) -> bool:
-    """Whether a file is the source, or is in the source if the source is a folder."""
+    """Whether a file is the input `source`, or is inside it if `source` is a folder."""
     if source.is_dir():
         return path.resolve().is_relative_to(source.resolve())
     return source.exists() and path.samefile(source)

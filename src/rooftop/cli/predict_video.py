@@ -31,8 +31,8 @@ Progress = Callable[[str, float], None]
 
 
 class Clip(NamedTuple):
-    """The frames of a clip that the command needs, (T, 3, H, W) each: `context`, the last frames before the time
-    `after_s`, and `real`, at most `--frames` frames from `after_s` on."""
+    """The frames of a video that the command needs, (T, 3, H, W) each. `context` has the last frames before `after_s`
+    seconds; `real` has at most `--frames` frames from `after_s` on, to compare with the prediction."""
 
     context: Tensor
     real: Tensor
@@ -153,7 +153,9 @@ def _network(weights: Path | None, seed: int | None, colour: bool | None) -> Nex
 
 
 class _ByEngine(NextFrameNetwork):
-    """A network whose layers run in an engine. The head, one convolution per frame, runs in float32."""
+    """A next-frame network whose recurrent layers run in an inference engine. The head, one convolution per frame, runs
+    in float32 outside the engine.
+    """
 
     def __init__(self, network: NextFrameNetwork, where: torch.device, dtype: torch.dtype | None) -> None:
         nn.Module.__init__(self)
@@ -187,7 +189,7 @@ def _colour(network: NextFrameNetwork) -> str:
 
 
 def _with_black(found: Continuation) -> Tensor:
-    """Append black frames to the real frames, up to the number of predicted frames: (T, C, H, W)."""
+    """Append black frames to the real frames (T, C, H, W), so that there are as many as predicted frames."""
     black = torch.zeros_like(found.frames[len(found.real) :])
     return torch.cat((found.real, black))
 

@@ -225,7 +225,9 @@ def _of_object(view: Any, where: str, size: tuple[int, int] | None, near: float)
 
 
 def _along(path: Path, frames: int | None, size: tuple[int, int], bounds: Floats, near: float | None) -> list[Camera]:
-    """Cameras at equal time steps along a path that the viewer recorded."""
+    """Read a camera path that the viewer recorded, and return cameras along it at `frames` equal time steps (None: at
+    `PATH_RATE` frames per second).
+    """
     recorded = RecordedPath.read(path)
     views = recorded.evenly(frames or 1 + round(recorded.duration * PATH_RATE))
     cameras = [view.camera(size, float(np.linalg.norm(bounds[1] - bounds[0]))) for view in views]
@@ -241,7 +243,7 @@ def _intrinsics(text: str) -> Any:
 
 
 def _matrix(path: Path, name: str) -> Any:
-    """Read a matrix from a JSON file: a list of rows, alone or under its name in an object."""
+    """Read a matrix from a JSON file. The file contains a list of rows, or an object with such a list under `name`."""
     content = _json(path)
     if isinstance(content, Mapping):
         if name not in content:

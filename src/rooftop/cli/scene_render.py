@@ -156,7 +156,7 @@ def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene
 
 
 def _names(out: Path, shows: Sequence[str], frames: int) -> list[dict[str, Path]]:
-    """Return, for each frame, the output file of each --show value."""
+    """For each frame, return the path of the output file for each --show value."""
     if out.suffix.lower() != ".png":
         raise click.BadParameter(f"{out}: expected a name that ends in .png", param_hint="--out")
     if frames > 1 and "{frame}" not in out.name:
@@ -167,7 +167,9 @@ def _names(out: Path, shows: Sequence[str], frames: int) -> list[dict[str, Path]
 
 
 def _pictures(pictures: Mapping[str, Bytes], names: Mapping[str, Path]) -> Iterator[tuple[Image.Image, Path]]:
-    """Yield each picture with its file. If all pictures have the same file, yield one sheet of them instead."""
+    """Yield each image of a frame with its output file. If all images have the same file, yield one sheet of all images
+    instead.
+    """
     if len(set(names.values())) == len(pictures):
         yield from ((Image.fromarray(picture), names[show]) for show, picture in pictures.items())
     else:
@@ -175,7 +177,7 @@ def _pictures(pictures: Mapping[str, Bytes], names: Mapping[str, Path]) -> Itera
 
 
 def _sheet(pictures: Mapping[str, Bytes]) -> Image.Image:
-    """One sheet of equally large pictures with captions, in about as many rows as columns."""
+    """Arrange equally large images with captions on one sheet, in about as many rows as columns."""
     height, width = next(iter(pictures.values())).shape[:2]
     columns = int(np.ceil(np.sqrt(len(pictures))))
     rows = -(-len(pictures) // columns)

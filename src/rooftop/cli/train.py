@@ -293,7 +293,7 @@ def same_folder(one: Path, other: Path) -> bool:
 
 
 def is_step_of(step: Path, folder: Path) -> bool:
-    """Whether a path names a step's folder in the folder of a training."""
+    """Whether the path `step` is a folder directly inside `folder`, the folder in which a training saves its steps."""
     return step.resolve().parent == folder.resolve()
 
 
@@ -504,7 +504,9 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
 
 
 def planned(training: GptTraining, layout: Layout) -> str:
-    """Describe the model and the ranks, and draw the pipeline schedule and the tokens of each rank."""
+    """Describe in lines of text a training in this layout: the number of parameters and ranks, the pipeline schedule,
+    and the tokens of each rank under context parallelism.
+    """
     lines = [f"{training.config.parameters:,} parameters on {counted(layout.world_size, 'rank')}: {layout}"]
     schedule = training.schedule_of(layout)
     if schedule is not None:

@@ -214,7 +214,9 @@ def begin(folder: Path, call: Call, recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class _Training:
-    """What all runs of one call share: the task, the call, the folder and the ranks."""
+    """What all runs of one `rooftop train` command share: the task, the command's options, the output folder and the
+    ranks.
+    """
 
     build: Build
     call: Call
@@ -380,7 +382,7 @@ def next_command(weights: Path, metadata: Mapping[str, Any]) -> str | None:
 
 
 def resumed_by(task: str, folder: Path) -> str:
-    """The command that continues a run."""
+    """The shell command that continues a stopped training from its output folder."""
     return f"rooftop train {task} --out {folder} --resume"
 
 

@@ -138,7 +138,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """The parts of a schema that a formula needs, extracted once, because reading a schema is slow."""
+    """What formulas need to know of an operator's schema: default arguments, the written arguments and the number of
+    results. It is extracted only once per operator, because reading a schema is slow.
+    """
 
     defaults: dict[str, Any]
     out: frozenset[str]
@@ -279,8 +281,8 @@ def _is_opaque(tensor: Tensor) -> bool:
 
 
 def _bytes_of_views(views: list[Tensor]) -> int:
-    """An upper bound of the distinct bytes of views of one memory: the sum of the views' bytes or the union of their
-    spans, whichever is less."""
+    """An upper bound of the distinct bytes of several views of the same memory: the sum of the views' bytes or the
+    bytes in the union of their spans, whichever is less."""
     if _is_opaque(views[0]):
         return tensor_bytes(views[0])
     spans: dict[tuple[Any, ...], tuple[Any, Any, int]] = {}

@@ -158,7 +158,7 @@ class CountingMode(ObservingMode):
 
     @property
     def records(self) -> list[Record]:
-        """The executed operators, in order."""
+        """One record for each operator that the mode has seen, in the order of execution."""
         for index, cost in self._later.items():
             try:
                 self._records[index] = replace(self._records[index], cost=cost(), uncovered="")

@@ -415,7 +415,9 @@ def _live_tensor(
 
 
 def _kind(allocation: Mapping[str, Any] | None) -> str:
-    """The kind of a tensor that belongs to no module or optimizer."""
+    """The kind of a tensor that belongs to no module or optimizer, from the call stack of its allocation: backward,
+    activation or other.
+    """
     if allocation is None:
         return OTHER
     frames = allocation.get("frames", [])

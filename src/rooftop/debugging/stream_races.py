@@ -144,7 +144,9 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Launch:
-    """A launched operator, and its uses of storages by address. torch's sanitizer keeps this object in its records."""
+    """An operator that was launched on a stream, and how it uses each storage, by the storage's address. torch's
+    sanitizer keeps this object in its records.
+    """
 
     operator: str
     line: SourceLine | None

@@ -33,7 +33,7 @@ class Extra(NamedTuple):
 
 
 def missing(extras: Iterable[Extra]) -> list[Extra]:
-    """The packages that are not installed: Python does not find their module. Nothing is imported."""
+    """The optional packages that are not installed: Python cannot find their modules. This imports nothing."""
     return [each for each in extras if find_spec(each.module) is None]
 
 

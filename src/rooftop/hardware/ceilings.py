@@ -47,8 +47,8 @@ class MemoryPoint:
     raised_in_place: float = 0.0
 
     def measured(self, in_place: bool = False) -> bool:
-        """Whether a probe measured any of these bandwidths. `update` counts only with `in_place`. Rates that operators
-        of a program reached do not count."""
+        """Whether a probe measured at least one of this working set's rates. `update` counts only with `in_place`. The
+        raised rates do not count, because operators of a program reached them, not a probe."""
         return any((self.read, self.write, self.copy, self.triad, self.cast, in_place and self.update))
 
     @property
@@ -136,8 +136,9 @@ class Ceilings:
 
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
-        """Return a pair, for out-of-place and for in-place work. Each item has the sizes of the measured working sets,
-        and for each size the best rate of any pattern at this or a larger working set.
+        """Best rate by working set, as a pair (out-of-place, in-place). Each item is (sizes, rates): the measured
+        working sets in bytes, ascending, then the best rate of all, followed for each working set by the best rate of
+        any pattern at this or a larger one.
         """
         found = []
         for in_place in (False, True):

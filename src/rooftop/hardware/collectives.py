@@ -121,8 +121,8 @@ def _measure(rank: int, devices: Sequence[torch.device], sizes: Sequence[int], f
 
 
 def _seconds(collective: Callable[[], object], device: torch.device, size: int) -> float:
-    """Seconds of one call on the slowest process. For each process, the fastest of some samples counts. Every process
-    makes the same number of calls.
+    """Seconds of one call of a collective on the slowest process. Each process takes the fastest of `SAMPLES` samples.
+    Every process makes the same number of calls.
     """
     calls = max(2, min(50, (64 << 20) // size)) if device.type == "cuda" else 5
     samples = []

@@ -37,7 +37,9 @@ def busy(conditions: Conditions, kind: str) -> bool:
 
 
 def missing_cores(conditions: Conditions) -> float:
-    """The number of missing cores: cores that other programs and the measurement need, minus existing cores."""
+    """The number of missing cores: cores in use by other programs plus the measurement's threads, minus the machine's
+    cores; at least 0.
+    """
     wanted = conditions.get("others_cores", 0.0) + conditions.get("threads", 1.0)
     return max(0.0, wanted - conditions.get("cores", wanted))
 

@@ -99,7 +99,9 @@ def _without_launch(seconds: float, launch_s: float) -> float:
 
 
 def _patterns(whole: Tensor) -> Iterator[Candidate]:
-    """The calls of all access patterns within one block of memory, `whole` (n,) in float32."""
+    """The access patterns to time (read, write, copy, ...), each within the same block of memory, `whole` (n,) in
+    float32.
+    """
     half, third = whole.numel() // 2, whole.numel() // 3
     total = torch.empty(())
     a, b = whole[:half], whole[half : 2 * half]
@@ -116,7 +118,9 @@ def _patterns(whole: Tensor) -> Iterator[Candidate]:
 
 
 def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
-    """Try the candidates for one figure in order of increasing work, up to and including the first slow candidate."""
+    """Time the candidates in the given order, from little work to much work. Stop after the first candidate whose
+    fastest call takes more than `SLOW_S`.
+    """
     for figure, flops, call in candidates:
         times = _burst(call, BURST_S)
         samples.add(figure, (flops / seconds for seconds in times))
@@ -146,8 +150,8 @@ def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _burst(call: Call, seconds: float) -> list[float]:
-    """Seconds per call, for each of the samples that together take about `seconds`, after a first call that does not
-    count. A call that takes longer than `seconds` gets one sample."""
+    """Seconds per call, one value for each sample. The samples together take about `seconds`; there is at least one. An
+    additional first call warms up and determines the number of calls in a sample."""
     began = time.perf_counter()
     call()
     first = time.perf_counter() - began

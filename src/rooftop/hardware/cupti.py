@@ -71,7 +71,9 @@ def detach() -> bool:
 
 
 def others_in_calls() -> str:
-    """The name of another thread that may be inside a CUDA call; "" if there is none."""
+    """The thread or library (NCCL) that may be inside a CUDA call now, besides this thread, such as "the thread
+    loader"; "" if there is none.
+    """
     if dist.is_available() and dist.is_initialized():
         groups = dist.distributed_c10d._world
         if any("nccl" in str(groups.pg_backend_config.get(group)) for group in groups.pg_map):

@@ -94,7 +94,9 @@ class _Candidate:
 
 
 def precisions_of(device: torch.device) -> tuple[str, ...]:
-    """The precisions in which the GPU's matrix units or its ordinary units compute."""
+    """The precisions to measure on this GPU: those in which its tensor cores or its ordinary units multiply
+    matrices.
+    """
     capability = torch.cuda.get_device_capability(device)
     recent = (*(("tf32", "bf16") if capability >= (8, 0) else ()), *(("fp8",) if capability >= (8, 9) else ()))
     return ("fp64", "fp32", "fp16", *recent)
@@ -223,7 +225,9 @@ class _Operands:
 
     @staticmethod
     def _taken(source: Tensor, batch: int, rows: int, columns: int, transposed: bool) -> Tensor:
-        """Take a matrix (rows, columns), or a batch of matrices, as a view of the random numbers."""
+        """View the first numbers of `source` as a matrix (rows, columns), or as a batch of such matrices. With
+        `transposed`, each matrix is stored by columns.
+        """
         stored = (columns, rows) if transposed else (rows, columns)
         matrices = source[: batch * rows * columns].view(batch, *stored)
         matrices = matrices.transpose(1, 2) if transposed else matrices

@@ -101,7 +101,7 @@ def collection_paused(collect: bool = True) -> Iterator[None]:
 
 
 def waits_for_gpu(fn: Callable[[], object]) -> bool:
-    """Whether the host waits for the GPU in the call, so that no graph can capture the call. Runs the call once."""
+    """Whether `fn` makes the host wait for the GPU. A CUDA graph cannot capture such a call. This runs `fn` once."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

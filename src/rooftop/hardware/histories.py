@@ -83,8 +83,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Lower:
-    """A figure of the last measurement that is worse than an earlier value: a lower rate or a longer time. The earlier
-    value is kept."""
+    """A figure that the last measurement found worse than an earlier one did: a lower rate or a longer time. The
+    ceilings keep the earlier value."""
 
     figure: str
     new: float
@@ -94,8 +94,8 @@ class Lower:
 
 @dataclass(frozen=True)
 class History:
-    """The measurements and raises of one machine. Of many measurements, only the last ones are kept, and those that
-    have the best value of a figure."""
+    """The measurements of one machine, and its raises: ceilings that were raised because a program exceeded them. The
+    history keeps only the last measurements, and those that have the best value of a figure."""
 
     machine: Machine
     measurements: tuple[Measurement, ...]
@@ -184,8 +184,8 @@ class History:
         return not any(alone or not busy(m.conditions, kind) for m in reproduced)
 
     def _disturbed_in_words(self, measured: Mapping[str, float]) -> tuple[str, ...]:
-        """The disturbed figures, as names for readers. Memory figures count only if their pattern determines a working
-        set's rate. If all working sets are disturbed, the single name "memory" replaces the names of the working sets.
+        """The disturbed figures, as names for readers. For each working set, only the best out-of-place rate is
+        checked. If all working sets are disturbed, the single name "memory" replaces the names of the working sets.
         """
         others = sorted(name for name in measured if part_of(name) != "memory" and not name.startswith("pulse"))
         names = [name for name in others if self._disturbed(name)]
@@ -274,7 +274,7 @@ def _memory(figures: Mapping[str, float]) -> tuple[MemoryPoint, ...]:
 
 
 def _by_working_set(figures: Mapping[str, float]) -> dict[int, list[str]]:
-    """For each working set, the smallest first: the names of its bandwidth figures."""
+    """The names of the bandwidth figures by working set in bytes, the smallest working set first."""
     found: dict[int, list[str]] = defaultdict(list)
     for name in figures:
         if part_of(name) == "memory":
@@ -283,15 +283,15 @@ def _by_working_set(figures: Mapping[str, float]) -> dict[int, list[str]]:
 
 
 def _deciding(names: list[str], figures: Mapping[str, float]) -> list[str]:
-    """The two figures that determine a working set's rates: the best of out-of-place work and the best of in-place
-    work."""
+    """Of the names of one working set's bandwidth figures, the two with the best rates: the best of out-of-place work,
+    then the best of in-place work."""
     in_place = [name for name in names if name.endswith(("update", "in_place"))]
     others = [name for name in names if name not in in_place]
     return [max(group, key=lambda name: figures[name]) for group in (others, in_place) if group]
 
 
 def _by_kind(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Figures whose names have two words, by the first and the second word."""
+    """Group figures whose names begin with one of `KINDS`: {first word: {rest of the name: value}}."""
     kinds: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
     for name, value in figures.items():
         kind, _, rest = name.partition(" ")

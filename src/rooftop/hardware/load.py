@@ -29,8 +29,8 @@ class OtherLoad:
     seconds: float = 0.0
 
     def disturbs(self, threads: int) -> bool:
-        """Whether other processes took cores from a measurement that needed `threads` cores. False for a block that is
-        too short for a useful figure."""
+        """Whether other processes took cores from a measurement that needed `threads` cores. False if the watched
+        `with` block was too short for a useful figure."""
         missing = self.cores + threads - (os.cpu_count() or 1)
         return self.seconds >= LEAST_S and missing > DISTURBING_SHARE * threads
 

@@ -191,7 +191,9 @@ def _tracked_cpu(device: torch.device) -> Iterator[TrackedMemory]:
 
 
 class _StorageCount(ObservingMode):
-    """Count the bytes of new storages that operators return, until the storages are freed."""
+    """Count the bytes of the storages that operators allocate in the block. A storage stops counting when it is
+    freed.
+    """
 
     def __init__(self, tracked: TrackedMemory) -> None:
         super().__init__()

@@ -37,7 +37,9 @@ class ModulePaths:
         self._owners = WeakIdKeyDictionary()  # parameter -> the first scope that owns it
 
     def adopt(self, root: nn.Module) -> str:
-        """Name a module, and each module below it that has no name yet. Return the scope of the module."""
+        """Name a root module, and each module below it that has no name yet. Return the scope of the root: the prefix
+        of these names, "" for the first root.
+        """
         prefix = "" if not self._taken else type(root).__name__
         while prefix in self._taken:
             prefix += "'"
@@ -59,7 +61,9 @@ class ModulePaths:
         return found
 
     def of_call(self, module: nn.Module, running: Sequence[str]) -> str:
-        """The scope of a module that is called while others run. `running`: the others' scopes, the outermost first."""
+        """The scope of a module that is called inside calls of other modules. `running`: the scopes of those other
+        modules, the outermost first.
+        """
         if not self.knows(module):
             self.adopt(module)
         scopes = self._called.setdefault(module, {})

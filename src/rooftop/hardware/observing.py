@@ -72,7 +72,7 @@ class LightMode(TorchDispatchMode):
 
 @cache
 def _not_compiled(mode: Any) -> Any:
-    """The class of a mode, with a `__torch_dispatch__` that the compiler does not compile."""
+    """A subclass of the torch dispatch mode class `mode` whose `__torch_dispatch__` torch.compile does not compile."""
     derived: Any = type(mode.__name__, (mode,), {})
     derived.__torch_dispatch__ = torch.compiler.disable(mode.__torch_dispatch__)
     return derived
@@ -159,8 +159,9 @@ _FLAGS = (
 
 
 def _restore_flags(before: dict[str, Any]) -> None:
-    """Restore the flags by which PyTorch decides whether to compile. All threads share these flags, but each mode
-    restores the values that it found. So overlapping modes of two threads would leave the flags set."""
+    """Restore PyTorch's flags that decide whether to compile, unless this thread is still in a dispatch mode. All
+    threads share these flags, and each mode restores the values that it found. So overlapping modes of two threads
+    would otherwise leave the flags set."""
     if torch._C._len_torch_dispatch_stack() == 0:
         for name, value in before.items():
             if value is not None:
@@ -235,7 +236,9 @@ def _run_control_flow(stack: ExitStack) -> None:
 
 
 def _entry(place: str) -> types.CodeType:
-    """Make code that calls `run_control_flow` and can replace the code of a function in any module."""
+    """The code object of a function that calls `run_control_flow(place, ...)`. The code can replace that of a function
+    in any module, because it imports what it needs.
+    """
     text = (
         "def entry(*arguments, **options):\n"
         f"    from {__name__} import run_control_flow\n"
@@ -282,7 +285,9 @@ def _attention_by_autograd(operator: Any, with_own_gradients: Callable[..., Any]
 
 
 def _uses_other_values(function: Any) -> bool:
-    """Whether a function uses anything that may hold a tensor, besides its arguments."""
+    """Whether a function uses outer or global values that may hold a tensor, besides its arguments. True for callables
+    that are not Python functions.
+    """
     if not isinstance(function, types.FunctionType):
         return True
     used = inspect.getclosurevars(function)

@@ -104,7 +104,9 @@ class Change:
 
     @property
     def size(self) -> float:
-        """The relative change |after - before| / before, which is comparable between resources."""
+        """The size of this change relative to the value before it: |after - before| / before. This makes changes of
+        different resources comparable.
+        """
         return abs(self.after - self.before) / self.before
 
     def __str__(self) -> str:
@@ -284,7 +286,9 @@ def occupancy(
 
 
 def _limits(launch: Occupancy) -> dict[str, int | None]:
-    """For each resource, the number of blocks that fit."""
+    """For each resource of a multiprocessor (warps, registers, ...), the number of the launch's blocks that fit; None
+    if the blocks do not use the resource.
+    """
     sm, warps = launch.multiprocessor, _warps(launch.threads_per_block)
     shared = _shared_allocated(sm, launch.shared_bytes_per_block)
     return {

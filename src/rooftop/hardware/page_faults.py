@@ -39,7 +39,9 @@ class PageFaults:
     system_ms: float = 0.0
 
     def since(self, before: PageFaults, steps: int) -> PageFaults:
-        """The mean page faults per step, over `steps` steps since `before`."""
+        """The mean page faults of one step. Both readings count from the start of the process; `before` was read
+        `steps` steps earlier.
+        """
         return PageFaults((self.count - before.count) / steps, (self.system_ms - before.system_ms) / steps)
 
     def step_ms(self, threads: int) -> float:
@@ -51,7 +53,9 @@ class PageFaults:
         return self.system_ms * (1 + 1 / threads) / 2
 
     def is_like(self, other: PageFaults) -> bool:
-        """Whether two steps ran in the same state of the heap: both have few page faults, or about equally many."""
+        """Whether two results of `since` come from the same state of the heap: both have few page faults per step, or
+        about equally many.
+        """
         least, most = sorted((self.count, other.count))
         return most < MANY or most < 2 * least
 

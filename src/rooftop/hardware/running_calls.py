@@ -43,7 +43,7 @@ class RunningCalls:
 
     @property
     def within(self) -> object:
-        """The object that `enter` got as `within` for the innermost call; None if there is none."""
+        """The object that `enter` received as its argument `within` for the innermost call; None if no call runs."""
         return self._calls[-1].within if self._calls else None
 
     def settle(self, frame: FrameType | None) -> bool:

@@ -107,7 +107,9 @@ def _windows(blocks: Sequence[Sequence[float]]) -> tuple[list[float], int]:
 
 @dataclass(frozen=True)
 class OtherState:
-    """Page faults and wall time of a step while the heap is in its other state (see `page_faults`)."""
+    """Page faults and wall time of a step in the excluded blocks, in which the heap was in another state than in the
+    first block (see `page_faults`).
+    """
 
     faults: PageFaults
     wall: StepTime
@@ -138,18 +140,20 @@ class StepClock:
 
     @property
     def wall(self) -> StepTime:
-        """The wall time of a step, from all blocks that are not excluded. At least one block must have run."""
+        """The wall time of a step, from all blocks with about as many page faults as the first block. At least one
+        block must have run.
+        """
         return StepTime.of(self._alike(True))
 
     @property
     def faults(self) -> PageFaults:
-        """Page faults of a step in the first block; 0 on a GPU."""
+        """Mean page faults of a step in the first block; 0 on a GPU."""
         return self._faults[0]
 
     @property
     def otherwise(self) -> OtherState | None:
-        """The wall time of a step in the excluded blocks, and its page faults in the last of them; None if no block is
-        excluded.
+        """Wall time and page faults of a step in the excluded blocks; None if no block is excluded. The page faults are
+        those of the last excluded block.
         """
         blocks = self._alike(False)
         if not blocks:

@@ -99,7 +99,7 @@ def current(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def noted(note: str) -> Iterator[None]:
-    """Add `note`, which names the origin, to an exception raised in the block."""
+    """Add `note`, which says where an exception comes from, to an exception raised in the block."""
     try:
         yield
     except BaseException as error:

@@ -145,7 +145,9 @@ def rotated(fn: Callable[..., object], argument_sets: Sequence[Sequence[Tensor]]
 
 
 def rotated_copies(tensors: Sequence[Tensor], cache_bytes: int) -> list[list[Tensor]]:
-    """The tensors, followed by enough copies of them that the copies alone are at least twice as large as the cache."""
+    """The tensors, followed by copies of the whole list. The copies together are at least twice as large as the
+    cache.
+    """
     size = max(1, sum(t.numel() * t.element_size() for t in tensors))
     count = max(1, math.ceil(2 * cache_bytes / size))
     return [list(tensors)] + [
@@ -154,7 +156,9 @@ def rotated_copies(tensors: Sequence[Tensor], cache_bytes: int) -> list[list[Ten
 
 
 def _sampler(fn: Callable[[], object], device: torch.device, warm_up_seconds: float) -> Callable[[], float]:
-    """Warm `fn` up, then return a function that takes one sample: ms per call, over as many calls as a sample needs."""
+    """Warm `fn` up, and return a function that measures one sample: the mean ms per call over a fixed number of
+    calls.
+    """
     if device.type != "cuda":
         calls = _warm_up(fn, warm_up_seconds, lambda: None)
 

@@ -75,7 +75,9 @@ def nv_links(nvml: Nvml, uuid: str | None) -> tuple[NvLink, ...] | None:
 
 
 def _links_up(module: Any, handle: Any) -> list[int]:
-    """Numbers of the active links. For a link that this GPU lacks, NVML raises a distinct error."""
+    """Numbers of a GPU's active NVLink links. The search ends at the first link that the GPU lacks, for which NVML
+    raises an error.
+    """
     up = []
     for number in range(module.NVML_NVLINK_MAX_LINKS):
         try:
@@ -140,7 +142,9 @@ def peers(
 def _path(
     nvml: Nvml, index: int, other: int, uuids: Sequence[str | None], links: Sequence[tuple[NvLink, ...] | None]
 ) -> tuple[str | None, int]:
-    """Find the path, and the number of NVLink links that serve it."""
+    """Find the best path between the GPUs `index` and `other`, such as "NVLink", and the number of NVLink links that it
+    uses; (None, 0) if the driver does not report a path.
+    """
     here, there = links[index] or (), links[other] or ()
     address = _address(nvml.gpu(uuids[other], lambda m, h: m.nvmlDeviceGetPciInfo(h).busId))
     direct = sum(link.remote == "gpu" and link.remote_pci == address for link in here) if address else 0

@@ -28,8 +28,8 @@ def require_plotly(option: str = "--chart") -> None:
 
 
 def page(climbs: Sequence[Climb]) -> str:
-    """The HTML page of the climbs. Rungs without a time are left out, so a climb without timed rungs has an empty
-    chart."""
+    """The HTML page with a chart for each climbed ladder. Rungs without a time are left out, so a ladder without timed
+    rungs has an empty chart."""
     charts = "".join(_chart(climb, first=place == 0) for place, climb in enumerate(climbs))
     return framed("The ladder", charts)
 

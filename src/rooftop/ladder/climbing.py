@@ -51,7 +51,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Climb:
-    """The results of climbing a ladder. `roof_ms` and `bound` are None if `climb` got no ceilings, as without a GPU."""
+    """The results of all rungs of a ladder on one device. `roof_ms` and `bound` are None if `climb` received no
+    ceilings, as without a GPU.
+    """
 
     ladder: str
     work: str
@@ -64,7 +66,7 @@ class Climb:
 
     @property
     def failures(self) -> tuple[Outcome, ...]:
-        """The rungs that are wrong or failed."""
+        """The rungs that computed a wrong result or raised an error."""
         return tuple(rung for rung in self.rungs if rung.status in (WRONG, FAILED))
 
     def to_dict(self) -> dict[str, Any]:

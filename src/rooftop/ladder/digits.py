@@ -28,7 +28,9 @@ TRAINING = 1437  # number of images for training; accuracy is measured on the re
 
 
 class Operations(Protocol):
-    """The operations of training. Each operation writes its result into a given tensor."""
+    """The operations of a training step of the digits network, implemented in one tool. Each operation writes its
+    result into a tensor that the caller passes.
+    """
 
     def product(
         self, a: Tensor, b: Tensor, c: Tensor, epilogue: int, extra: Tensor | None = None, rate: float = 0.0

@@ -107,7 +107,9 @@ def make(size: int, device: torch.device) -> Ladder:
 
 
 def sectors(layout: Layout, columns: int) -> int:
-    """Count the 32-byte sectors that one access of the first warp touches in an aligned float32 matrix."""
+    """Count the 32-byte sectors of memory that the first warp touches in one access to a float32 matrix with this many
+    columns. The matrix begins at the start of a sector.
+    """
     width = layout.block[0]
     places = [layout.place(thread % width, thread // width) for thread in range(WARP)]
     return len({4 * (row * columns + column) // SECTOR_BYTES for row, column in places})

@@ -37,7 +37,9 @@ class Level:
 
     @property
     def in_flight_bytes(self) -> float:
-        """The bytes that must be in flight at once to reach this rate, by Little's law."""
+        """The bytes that must be on their way from this level at any time to reach its rate: latency times rate, by
+        Little's law.
+        """
         return 1e-9 * self.latency_ns * self.rate
 
 
@@ -62,7 +64,7 @@ class Flight:
 
     @property
     def in_flight_bytes(self) -> int:
-        """The bytes in flight at any time."""
+        """The bytes that all threads together are loading at any time."""
         return self.concurrency * self.parallelism * self.bytes_each
 
 

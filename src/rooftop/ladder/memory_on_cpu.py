@@ -84,7 +84,9 @@ def on_cpu(progress: Progress) -> MemoryClimb:
 
 
 def latency_ns(size_bytes: int) -> float:
-    """Latency of a load from `size_bytes`, including the misses of address translation at that size."""
+    """Time in ns of one load from an array of `size_bytes`, in random order. The time includes the misses of address
+    translation (TLB) at that size.
+    """
     from rooftop.ladder.memory_loops import chase
 
     following, place = ring(size_bytes), 0
@@ -120,7 +122,9 @@ def rate(size_bytes: int, threads: int, pool: ThreadPoolExecutor) -> float:
 
 
 def flown(level: Level, threads: int, pool: ThreadPoolExecutor) -> list[Flight]:
-    """Measure the rate for each number of chains per core, first on one core, then on all cores."""
+    """Measure the rate of loads from a level for several numbers of independent chains of loads per core, first on one
+    core, then on all cores.
+    """
     from rooftop.ladder.memory_loops import chase_several
 
     following = ring(level.working_set_bytes)

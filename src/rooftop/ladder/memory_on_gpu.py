@@ -63,15 +63,17 @@ class Chain:
 
 
 def register_chain(device: torch.device) -> Chain:
-    """A chain of multiply-adds in registers. The value starts at 1, and each multiply-add increases it by 1. So at the
-    end `place` holds 1 + hops.
+    """A chain of dependent multiply-adds in one thread's registers. The value starts at 1, and each multiply-add
+    increases it by 1. So at the end `place` holds 1 + hops.
     """
     place = torch.zeros(1, device=device)
     return Chain(lambda hops: kernel(FILE, "chain_registers", device).launch(1, 1, place, 1.0, 1.0, 1.0, hops), place)
 
 
 def shared_chain(following: Tensor, device: torch.device) -> Chain:
-    """A chain through a ring that a block has copied to its shared memory."""
+    """A chain of dependent loads through a ring of indices, `following`, that a thread block has copied to its shared
+    memory.
+    """
     place = torch.zeros(1, dtype=torch.int32, device=device)
     count = following.numel()
     return Chain(lambda hops: kernel(FILE, "chain_shared", device).launch(1, 32, following, place, count, hops), place)
@@ -106,7 +108,9 @@ class Stream:
 
 
 def register_stream(blocks: int, times: int, device: torch.device) -> Stream:
-    """Multiply-adds in enough chains per thread to hide their latency."""
+    """Multiply-adds in registers by many threads. Each thread has enough independent chains to hide the latency of a
+    multiply-add.
+    """
     sums = torch.empty(blocks * BLOCK, device=device)
     name = f"stream_registers<{REGISTER_CHAINS}>"
     return Stream(
@@ -117,7 +121,7 @@ def register_stream(blocks: int, times: int, device: torch.device) -> Stream:
 
 
 def shared_stream(values: Tensor, blocks: int, times: int, device: torch.device) -> Stream:
-    """Each block reads the values from its shared memory."""
+    """Each thread block copies the values to its shared memory and then reads them `times` times from there."""
     sums = torch.empty(blocks * WIDE_BLOCK, device=device)
     vectors = values.nbytes // VECTOR_BYTES
     return Stream(
@@ -137,8 +141,8 @@ def memory_stream(
     apart: int = 0,
     flight: int = 1,
 ) -> Stream:
-    """With apart = 0, the blocks divide the values among them. With apart > 0, each block reads its own `apart` vectors
-    of 16 bytes."""
+    """The blocks of a GPU kernel read the values from memory `times` times. With apart = 0, the blocks divide the
+    values among them. With apart > 0, each block reads its own `apart` vectors of 16 bytes."""
     sums = torch.empty(blocks * block, device=device)
     vectors = apart or values.nbytes // VECTOR_BYTES
     name = f"stream<{level}, {flight}>"

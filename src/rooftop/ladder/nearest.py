@@ -23,7 +23,9 @@ Point = tuple[float, float, float]
 
 
 def made_points(count: int) -> tuple[Array, Array]:
-    """Make points (3, count) and centres (CENTRES, 3) in float32, the same in each call."""
+    """Draw random points (3, count) and centres (CENTRES, 3) in float32. Each call with the same count draws the same
+    numbers.
+    """
     drawn = np.random.default_rng(0)
     points = drawn.integers(0, LARGEST + 1, (3, count)).astype(np.float32)
     return points, drawn.integers(0, LARGEST + 1, (CENTRES, 3)).astype(np.float32)

@@ -61,7 +61,9 @@ def for_vectors(points: Any, centres: Any, nearest: Any, first: Any, last: Any) 
 
 
 def of_part(points: Array, centres: Array) -> Array:
-    """Run `for_vectors` on all of the given points (3, n) with centres (k, 3). Returns (n,)."""
+    """The squared distance of each point (3, n) from the nearest of the centres (k, 3), computed by `for_vectors`.
+    Returns (n,).
+    """
     nearest = np.empty(points.shape[1], np.float32)
     for_vectors(points, centres, nearest, 0, nearest.size)
     return nearest

@@ -85,7 +85,7 @@ class SpeedClimb:
 
     @property
     def failures(self) -> tuple[SpeedOutcome, ...]:
-        """The rungs that are wrong or failed."""
+        """The rungs that computed a wrong result or raised an error."""
         return tuple(rung for rung in self.rungs if rung.status in (WRONG, FAILED))
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,7 +161,9 @@ def as_array(result: object) -> Array:
 
 
 def difference(found: Array, expected: Array) -> str:
-    """A sentence that says how distances differ from the first rung's distances; empty if they are the same."""
+    """Describe how a rung's distances `found` differ from the first rung's distances `expected`; "" if they are
+    equal.
+    """
     if found.shape != expected.shape:
         return f"a result of shape {found.shape}, expected {expected.shape}"
     far = np.flatnonzero(found != expected)  # NaN counts as different

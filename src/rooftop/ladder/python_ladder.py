@@ -356,9 +356,7 @@ def in_dask(
     count: int,
     workers: Callable[[], Workers],
 ) -> tuple[SpeedRung, ...]:
-    """Three collections of Dask on one machine: a bag in the Pool's processes, an array and delayed calls in
-    threads.
-    """
+    """The rungs that use Dask on one machine: a bag in processes, an array in threads, and delayed calls in threads."""
     names = {
         "bag": "the data are Python objects from many files",
         "array": "the arrays are larger than memory",

@@ -43,7 +43,7 @@ def table(climb: SpeedClimb) -> Table:
 
 
 def stops(climb: SpeedClimb) -> Table:
-    """Lines that say when each rung is fast enough."""
+    """A table that says for each rung in which case it is fast enough, so that one need not climb further."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("written in", no_wrap=True)
     shown.add_column("rung", no_wrap=True)

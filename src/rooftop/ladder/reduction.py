@@ -67,7 +67,9 @@ def on_cpu(x: Tensor) -> tuple[Rung, ...]:
 def staged(
     x: Tensor, result: Tensor, sums: list[Tensor], per_block: int, stage: Callable[[int, Tensor, Tensor, int], None]
 ) -> Tensor:
-    """Launch `stage(blocks, source, target, elements)` on x, then on the sums of the blocks, until one sum is left."""
+    """Sum x in several launches. Each launch, `stage(blocks, source, target, elements)`, sums `per_block` elements in
+    each block; its source is x, then the sums of the launch before. The last launch writes `result`.
+    """
     source, count, turn = x, x.numel(), 0
     while True:
         blocks = -(-count // per_block)

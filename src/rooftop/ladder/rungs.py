@@ -142,7 +142,7 @@ def source(file: str) -> str:
 
 
 def kernel(file: str, name: str, device: torch.device) -> cuda.Kernel:
-    """An instance of a CUDA C++ kernel, to launch on the device."""
+    """Compile the kernel `name` of a CUDA C++ file in this folder for the device."""
     return cuda.compile(source(file), name, device=device)
 
 

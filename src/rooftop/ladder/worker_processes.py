@@ -42,13 +42,13 @@ def bounds(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def pickled_bytes(objects: Iterable[object]) -> int:
-    """The bytes that are written to a pipe for these objects."""
+    """The number of bytes that a pipe would carry for these objects in pickled form."""
     return sum(len(ForkingPickler.dumps(each)) for each in objects)
 
 
 def by_queue(tasks: Any, results: Any) -> None:
-    """A worker that takes (number, points, centres) from one queue and puts (number, distances) into the other, until
-    it gets None.
+    """The loop of a worker process: take (number, points, centres) from the queue `tasks`, and put (number, distances)
+    into the queue `results`. The loop ends at None.
     """
     from rooftop.ladder.nearest_loops import of_part
 
@@ -142,7 +142,9 @@ class Workers:
         return [pipe.recv() for pipe in self.pipes]
 
     def through_shared_memory(self, parts: Sequence[tuple[int, int]]) -> Array:
-        """Compute the parts on shared tensors. Only the bounds of the parts pass through the pipes."""
+        """Let worker n compute the distances of part n of the points in shared memory, and return all distances. Only
+        the bounds (first, end) of the parts pass through the pipes.
+        """
         for pipe, part in zip(self.shared, parts, strict=True):
             pipe.send(part)
         for pipe in self.shared:

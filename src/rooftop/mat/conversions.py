@@ -142,7 +142,9 @@ def _unscaled(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _store(y: Tensor, into: Tensor, depth: int) -> None:
-    """Write float32 or float64 numbers; for an integer depth, round and saturate them first."""
+    """Write the float32 or float64 numbers `y` into a tensor of this depth. For an integer depth, round and saturate
+    them.
+    """
     limits = DEPTHS[depth].limits
     if depth == CV_Bool:
         torch.ne(y, 0, out=into)

@@ -84,20 +84,20 @@ def _copy_block(some: Tensor, into: Tensor, chosen: Tensor) -> None:
 
 
 def apart(source: Tensor, target: Tensor) -> Tensor:
-    """The source, or a copy of it if writing to the target would change elements before they are read."""
+    """The source, or a copy of it if writing to the target would overwrite source elements that are not read yet."""
     return source.clone() if overlap(source, target) else source
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether writing to one tensor may change the other before it is read. Two tensors of exactly the same elements do
-    not count as overlapping."""
+    """Whether writing to one tensor may change elements of the other that are not read yet. Two tensors with exactly
+    the same elements do not count: each element is read before it is written."""
     if one.device != other.device or not (one.numel() and other.numel()) or same_elements(one, other):
         return False
     return one.data_ptr() < end_of(other) and other.data_ptr() < end_of(one)
 
 
 def same_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same memory, element by element."""
+    """Whether two tensors of equal shape view the same memory with the same strides and dtype."""
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.dtype == other.dtype
 
 

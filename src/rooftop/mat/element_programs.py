@@ -76,23 +76,27 @@ class Numbers:
 
     @cached_property
     def program(self) -> Program:
-        """The program for `rooftop.kernels`."""
+        """The element expression as a `Program` that `rooftop.kernels` can run."""
         return Program("t" * self.first_number + "n" * len(self.numbers), (self.result,), ("",))
 
     @cached_property
     def operations(self) -> int:
-        """The number of nodes of the result."""
+        """The number of nodes in the program's expression, including arguments and constants."""
         return len(expressions.topological([self.result]))
 
     def cast(self, x: Expression) -> Expression:
         return apply(self.name, x)
 
     def plain(self, number: int | float) -> Expression:
-        """A constant that is compiled into the program."""
+        """A constant that is compiled into the program, as a float in floating-point programs and as an int in
+        others.
+        """
         return constant(float(number) if self.floating else int(number))
 
     def given(self, number: int | float, dtype: torch.dtype) -> Expression:
-        """A number that the caller passes at each call, in this dtype."""
+        """An argument of the program that is converted to `dtype`. Each launch passes it `number`, so another number
+        needs no new compilation.
+        """
         number_of = argument(self.first_number + len(self.numbers))
         if dtype == torch.float64 and self.for_kernel:
             (bits,) = struct.unpack("<q", struct.pack("<d", number))
@@ -217,7 +221,9 @@ class ElementProgram(Numbers):
         return tuple(float(value) if self.floating else int(value) for value in each._value)
 
     def _row_of(self, each: MatExpr) -> int | None:
-        """The index in `rows` of a row that equals the node's numbers, or None if there is no such row."""
+        """The index of the channel row in `rows` that equals the numbers of a node (one per channel), or None if there
+        is no such row.
+        """
         numbers = self._numbers(each)
         return next((n for n, row in enumerate(self.rows) if all(map(same_number, row, numbers))), None)
 
@@ -254,7 +260,9 @@ class ElementProgram(Numbers):
         return apply(operation, *of)
 
     def _bits(self, each: MatExpr, of: list[Expression]) -> Expression:
-        """Compute a bitwise operation on the integers that the depth stores."""
+        """Compute a bitwise operation on the operands as stored: rounded and saturated to integers of the node's
+        depth.
+        """
         whole = {torch.float32: "int32", torch.float64: "int64"}.get(self.dtype, self.name)
         limits = depth_bounds(each.depth())
         assert limits is not None

@@ -93,7 +93,7 @@ def _store_large(plan: ExpressionPlan, root: MatExpr, tensors: Sequence[Tensor],
 
 
 def _launched(nodes: Sequence[MatExpr], target: Tensor, depth: int) -> bool:
-    """Relaunch the cached kernel if Mats of this layout were evaluated before; return whether that happened."""
+    """Launch the cached kernel if Mats of this layout were evaluated before. Return whether the kernel was launched."""
     from rooftop.mat.kernel_programs import Evaluation
 
     return Evaluation(nodes, target, depth).again()
@@ -110,7 +110,9 @@ def tensor_of(each: MatExpr, bits: bool = False) -> Tensor:
 
 
 def _without_matrices(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
-    """Compute the expression's matrix products and inverses, and replace them by leaves."""
+    """Replace a node that is a matrix product or an inverse by a leaf with its computed value. Return None for any
+    other node. (For `rebuilt`.)
+    """
     if each._operation not in ("product", "inverse"):
         return None
     new = node(each._operation, operands, *of(each), each._value)
@@ -152,7 +154,9 @@ def _matrix(each: MatExpr) -> Tensor:
 
 
 def _without_wide_bits(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
-    """Compute the expression's bitwise operations on 64 bits, and replace them by leaves."""
+    """Replace a node that is a bitwise operation on 64 bits by a leaf with its computed value. Return None for any
+    other node. (For `rebuilt`.)
+    """
     if each._operation not in BITWISE or DEPTHS[each.depth()].size_bytes != 8:
         return None
     simple = tuple(operand if operand._operation in ("mat", "numbers") else _computed(operand) for operand in operands)

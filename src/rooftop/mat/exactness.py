@@ -44,7 +44,7 @@ class Bounds:
         return max(abs(self.low), abs(self.high))
 
     def contain(self, other: Bounds) -> bool:
-        """Whether every value within the other bounds is an integer within these bounds."""
+        """Whether `other` describes only integers, and all of them lie between this low and this high."""
         return other.unit == 0 and self.low <= other.low and other.high <= self.high
 
     def within(self, dtype: torch.dtype) -> bool:
@@ -61,7 +61,7 @@ TRUTH = Bounds(Fraction(0), Fraction(255))
 
 
 def bounds_of(root: MatExpr) -> BoundsOf:
-    """The bounds of the values of all nodes."""
+    """The bounds of each node's value, by the node's id."""
     found: BoundsOf = {}
     for each in topological(root):
         found[id(each)] = _bounds(each, [found[id(operand)] for operand in each._operands])
@@ -111,7 +111,7 @@ def limits_in(dtype: torch.dtype, depth: int) -> tuple[int, int]:
 
 
 def depth_bounds(depth: int) -> Bounds | None:
-    """Bounds of a depth's numbers; None for a floating-point depth."""
+    """The range of integers that a depth stores; None for a floating-point depth."""
     if depth == CV_Bool:
         return Bounds(Fraction(0), Fraction(1))
     limits = DEPTHS[depth].limits
@@ -221,7 +221,7 @@ def _is_small_quotient(root: MatExpr, bounds: BoundsOf, depth: int) -> bool:
 
 
 def _is_held(number: int | float, depth: int) -> bool:
-    """Whether a floating depth represents this number exactly."""
+    """Whether the floating-point depth represents this number without rounding."""
     if math.isnan(number) or math.isinf(number):
         return True
     held = torch.tensor(float(number), dtype=torch.float64, device="cpu").to(DEPTHS[depth].dtype).double().item()

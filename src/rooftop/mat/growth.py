@@ -112,7 +112,9 @@ def _as_rows(m: Mat, value: Mat | MatLike | ScalarLike) -> Mat:
 
 
 def _grows_in_place(m: Mat, rows: int) -> bool:
-    """Whether the reserved memory after the last row suffices, and no other header uses it."""
+    """Whether the Mat can grow to `rows` rows in its own memory: the reserved memory suffices, and no other header uses
+    it.
+    """
     data = m._data
     if data is None or m._submatrix or data.user_given or m._offset + rows * m._steps[0] > m._limit:
         return False
@@ -123,7 +125,9 @@ def _grows_in_place(m: Mat, rows: int) -> bool:
 
 
 def _move(m: Mat, rows: int) -> None:
-    """Move the rows to a block with room for `rows` rows."""
+    """Move the Mat's rows to a new block of memory, which has room for at least `rows` rows. The number of rows does
+    not change.
+    """
     row_bytes = math.prod(m._sizes[1:]) * m.elemSize()
     if rows * row_bytes < _LEAST_BYTES and row_bytes:
         rows = -(-_LEAST_BYTES // row_bytes)
@@ -137,7 +141,7 @@ def _move(m: Mat, rows: int) -> None:
 
 
 def _set_rows(m: Mat, rows: int) -> None:
-    """Set the number of rows within the reserved memory."""
+    """Set a Mat's number of rows. The caller has checked that the rows fit into the reserved memory."""
     m._sizes, m._cached = (rows, *m._sizes[1:]), None
     m._end = m._offset + headers.span_bytes(m._sizes, m._steps)
     if m._data is not None:

@@ -30,7 +30,9 @@ from rooftop.mat.type_codes import (
 
 
 class Parts(NamedTuple):
-    """The fields of a header on another library's array; `data` is None if there are no elements."""
+    """What a header on another library's array needs: memory, type, sizes, steps, offset and device. `data` is None if
+    the array has no elements.
+    """
 
     data: MatData | None
     type: int

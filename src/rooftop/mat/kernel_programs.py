@@ -46,8 +46,8 @@ class Launched(NamedTuple):
     alike: tuple[bool, ...]
 
     def again(self, addresses: Sequence[int]) -> bool:
-        """Launch for Mats and a target at these addresses. Return False, without a launch, if writing could change
-        elements that are still to be read.
+        """Launch the cached kernel for inputs and a target at these addresses, the target's last. If the target
+        overlaps an input, so that writes could change unread elements, do not launch, and return False.
         """
         target = addresses[-1]
         end = target + self.spans[-1]
@@ -77,7 +77,9 @@ class Evaluation:
         self.key: Form = (form_of(nodes, depth), lie, torch.get_default_dtype())
 
     def again(self) -> bool:
-        """Repeat the cached launch of this evaluation. Return whether it was launched; if not, call `run`."""
+        """Launch the cached kernel of this evaluation. Return False if none is cached, or if the target overlaps an
+        input; the caller then calls `run`.
+        """
         found = _launches.get(self.key)
         return found is not None and found.again(self.addresses)
 

@@ -109,7 +109,9 @@ def _run(
 
 
 def _distinct(views: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
-    """The distinct tensors, and for each given tensor its index among them."""
+    """The tensors without repetitions, and for each given tensor the index of its equal. Tensors are equal if address,
+    strides and dtype are.
+    """
     found: dict[Any, int] = {}
     arrays: list[Tensor] = []
     places = []

@@ -32,7 +32,9 @@ def masked_copy(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy a block of ROWS x COLUMNS words in each program."""
+    """Copy source elements to the target where the mask is not 0. Each program handles a block of ROWS x COLUMNS
+    words.
+    """
     blocks = tl.cdiv(words, COLUMNS)
     part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if WIDE:
@@ -66,7 +68,7 @@ def masked_copy(
 
 @triton.jit
 def bits_of(mask, begin, inside, MARKS: tl.constexpr, MASK_WORD: tl.constexpr):
-    """One bit for each of the MARKS marks from `begin` on: 1 if the mark is not 0."""
+    """Pack MARKS mask bytes from `begin` on into an integer: bit i is 1 if byte i is not 0."""
     if MASK_WORD % 4 == 0:  # four marks at a time
         four = tl.arange(0, MARKS // 4)[None, :]
         fours = mask.to(tl.pointer_type(tl.uint32)) + (begin // 4)[:, None] + four

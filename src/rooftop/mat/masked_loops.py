@@ -65,7 +65,9 @@ def _has_rows(x: Tensor) -> bool:
 
 
 def _is_of(x: Tensor, width: int) -> bool:
-    """Whether an element of several numbers can be viewed as one number of `width` bytes."""
+    """Whether an element with several channels can be viewed as one number of `width` bytes: its size fits, and its
+    steps are aligned.
+    """
     own = x.element_size()
     steps = [x.storage_offset(), *x.stride()[:-1]]
     return width == own or (x.shape[-1] * own == width and all(step * own % width == 0 for step in steps))
@@ -76,8 +78,8 @@ def _copy(
     first: int, last: int, target: np.ndarray, target_step: int, mask: np.ndarray, mask_step: int,
     source: np.ndarray, source_step: int, is_value: bool, columns: int, channels: int, block: int,
 ) -> None:  # fmt: skip
-    """Copy the blocks with the numbers `first` to `last` - 1. A block is a part of one row of the array; blocks are
-    numbered along the first row, then along the second."""
+    """Copy the blocks `first` to `last` - 1 of the target under the mask. A block is a part of one row; blocks are
+    numbered along the first row, then along the second, and so on."""
     parts = (columns + block - 1) // block
     room = np.empty(block * channels, target.dtype)
     zero, ones = room.dtype.type(0), ~room.dtype.type(0)

@@ -53,7 +53,7 @@ class ExpressionPlan:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the value equals the contents of a Mat."""
+        """Whether the expression is a single Mat that is stored in its own depth, so that a copy suffices."""
         return self.root._operation == "mat" and self.root.depth() == self.depth
 
     @cached_property
@@ -77,7 +77,7 @@ class ExpressionPlan:
 
     @cached_property
     def elements(self) -> ElementProgram:
-        """The program for a CPU loop."""
+        """The expression as a program that computes one element, for a compiled loop on the CPU."""
         return self._elements(self.dtype, for_kernel=False)
 
     @cached_property
@@ -167,7 +167,7 @@ def depth_of_bits(depth: int) -> int:
 
 
 def _as_bits(root: MatExpr) -> MatExpr:
-    """The same operations on integers that carry the same bits."""
+    """The same bitwise operations on integers that have the same bits as the elements of `root`."""
     depth = root.depth()
     carried = depth_of_bits(depth)
     bits = DEPTHS[depth].size_bytes * 8

@@ -13,7 +13,7 @@ os.register_at_fork(
 
 
 def remember(found: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Store a value in the cache, and keep only the last `most` values."""
+    """Store a value in the cache `found`. If the cache already has `most` entries, first drop the oldest."""
     with _remembering:
         if len(found) >= most and key not in found:
             found.pop(next(iter(found)))

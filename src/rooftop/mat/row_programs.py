@@ -88,7 +88,7 @@ class RowProgram:
 
 
 def _parts(views: list[Tensor], share: list[Block]) -> Iterator[list[Tensor]]:
-    """Yield the slices of all views, block by block."""
+    """For each block of `share`, yield the slice of each view."""
     if views[0].dim() > 1 or not share:
         for block in share:
             yield [view[block] for view in views]
@@ -100,8 +100,8 @@ def _parts(views: list[Tensor], share: list[Block]) -> Iterator[list[Tensor]]:
 
 
 def _along(numbers: Tensor, shape: torch.Size) -> Tensor:
-    """Repeat the channels' numbers along the last dimension of a block. The block begins at the first channel. A single
-    number stays unchanged."""
+    """Repeat numbers (one per channel) along the last dimension of a block of this shape, which begins at the first
+    channel. A single number stays unchanged."""
     return numbers.repeat(shape[-1] // len(numbers)).expand(shape).contiguous() if numbers.dim() else numbers
 
 
@@ -149,7 +149,9 @@ def row_program(root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, depth: int)
 
 
 class _Writer:
-    """Generates the steps; `places` maps the id of each node (a Mat, numbers or an operation) to its register."""
+    """Generates the steps of a RowProgram. `places` maps the id of each node (a Mat, numbers or an operation) to the
+    register that holds its value.
+    """
 
     def __init__(self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype) -> None:
         self.nodes = topological(root)
@@ -182,7 +184,7 @@ class _Writer:
     # Registers.
 
     def room(self, dtype: torch.dtype) -> int:
-        """A free scratch register."""
+        """Take a free scratch register of this dtype, or add one. Return its index."""
         free = self.free.setdefault(dtype, [])
         if free:
             return free.pop()
@@ -200,7 +202,9 @@ class _Writer:
         self.program.steps.append((function, places, numbers, out))
 
     def copied(self, place: int, dtype: torch.dtype) -> int:
-        """Add a step that converts numbers to a dtype. Return the scratch register that will hold them."""
+        """Add a step that converts the numbers in register `place` to a dtype. Return the scratch register that will
+        hold the result.
+        """
         room = self.room(dtype)
         self.step(Tensor.copy_, room, place)
         return room
@@ -250,7 +254,9 @@ class _Writer:
             self.step(_FUNCTIONS[each._operation], *places, out=self._result(each, target))
 
     def _result(self, each: MatExpr, target: int | None) -> int:
-        """The register for a result. The register reuses the memory of operands that are not needed later."""
+        """Allocate the register for the result of a node. First free the registers of operands that no later node uses,
+        so that the result may reuse one. With `target`, that register is used instead.
+        """
         for operand in each._operands:
             self.uses[id(operand)] -= 1
             if not self.uses[id(operand)]:
@@ -275,7 +281,9 @@ class _Writer:
         self.give_back(zero)
 
     def _bits(self, each: MatExpr, places: list[int], target: int | None) -> None:
-        """Compute a bitwise operation on the integers that the depth stores."""
+        """Compute a bitwise operation on the operands as stored: rounded and saturated to integers of the node's
+        depth.
+        """
         limits = depth_bounds(each.depth())
         assert limits is not None
         integers = _INTEGER_OF.get(self.dtype, self.dtype)

@@ -112,7 +112,7 @@ def _of_int64(x: Tensor, unsigned: bool = False) -> Digits:
 
 
 def _of_numbers(numbers: Sequence[int], device: torch.device) -> Digits:
-    """Split numbers, one per channel, into digits."""
+    """Split Python integers, one per channel, into digits, each a tensor (channels,)."""
     count = _count(max(map(abs, numbers)))
     rows = [[n >> _BITS * place & _MASK for n in numbers] for place in range(count - 1)]
     rows.append([n >> _BITS * (count - 1) for n in numbers])
@@ -120,7 +120,7 @@ def _of_numbers(numbers: Sequence[int], device: torch.device) -> Digits:
 
 
 def _count(largest: int | Fraction) -> int:
-    """The number of digits of a signed number with this absolute value."""
+    """The number of digits that signed integers of at most this absolute value need."""
     return int(largest).bit_length() // _BITS + 1
 
 
@@ -158,7 +158,7 @@ def _sum(a: Digits, b: Digits) -> Digits:
 
 
 def _difference(a: Digits, b: Digits) -> Digits:
-    """The digits of a - b; the last one carries the sign."""
+    """The digits of a - b; only the last digit may be negative, and then so is the difference."""
     digits = [x - y for x, y in zip(*_alike(a, b), strict=True)]
     for place in range(len(digits) - 1):
         digits[place + 1] = digits[place + 1] + (digits[place] >> _BITS)
@@ -200,7 +200,7 @@ def _is_zero(digits: Digits) -> Tensor:
 
 
 def _of_bits(each: MatExpr, of: list[Digits], known: Sequence[Bounds | None]) -> Digits:
-    """Compute a bitwise operation on the integers that the depth stores."""
+    """Compute a bitwise operation on the operands as stored: rounded and saturated to integers of the node's depth."""
     depth, limits = each.depth(), depth_bounds(each.depth())
     assert limits is not None
     bits = [_saturated(digits, one, depth) for digits, one in zip(of, known, strict=True)]

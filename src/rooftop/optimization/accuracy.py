@@ -96,7 +96,9 @@ class Errors:
         )
 
     def __add__(self, other: Errors) -> Errors:
-        """The errors on the inputs of `self` and of `other` together."""
+        """The errors of one result on two sets of inputs together: the sums of squares are added, and the larger of the
+        largest errors is taken.
+        """
         if not self.count:
             return other
         worst = max(self, other, key=lambda each: each.worst - each.rounding)
@@ -124,7 +126,9 @@ class Errors:
         return max(of_worst, _ratio(rms, ALLOWED * max(plain, usual) + rounding))
 
     def _means(self) -> tuple[float, float, float]:
-        """Root mean squares of three errors: that of the changed module, that of the original, and that of rounding."""
+        """Root mean squares of three errors against the float64 model: the changed module's, the original's, and one
+        rounding of the exact result.
+        """
         rms, plain, rounding = (
             math.sqrt(each / self.count) for each in (self.squares, self.plain_squares, self.rounding_squares)
         )
@@ -161,7 +165,7 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
 
 
 def _ratio(error: float, allowed: float) -> float:
-    """The error as a multiple of the allowed error. The allowed error may be 0, because squares of tiny float64 numbers
-    underflow. The result is then 0, and the worst element decides.
+    """The error divided by the allowed error. The allowed root mean square may be 0, because squares of tiny float64
+    numbers underflow. The result is then 0, so the worst element decides.
     """
     return error / allowed if allowed else 0.0

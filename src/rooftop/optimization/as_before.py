@@ -18,7 +18,9 @@ from rooftop.optimization.outcomes import same_values
 
 @dataclass(frozen=True)
 class _Was:
-    """An earlier state of a tensor. `place` shares the tensor's memory; `values` is a copy of its values."""
+    """The saved state of one tensor, to restore later. `place` shares the tensor's memory; `values` is a copy of its
+    values.
+    """
 
     tensor: Tensor
     place: Tensor

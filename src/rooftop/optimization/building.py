@@ -76,13 +76,13 @@ class Builder:
         return candidate
 
     def run(self, rules: Sequence[Rule]) -> Candidate:
-        """A candidate with these rules, which has run."""
+        """Make a candidate with these rules, and run two steps of it, so that all compilation is done."""
         candidate = self.built(rules)
         self.first_call(candidate)
         return candidate
 
     def first_call(self, candidate: Candidate) -> float:
-        """Run two steps, and return the seconds of the second; the first may compile."""
+        """Run two steps of a candidate, and return the seconds of the second step. The first step may compile."""
         with untouched(self.original, candidate):
             step_of(candidate, self.step, copied(self.given))()
             began = time.perf_counter()
@@ -103,7 +103,9 @@ class Builder:
         return error
 
     def drawn(self) -> Draw:
-        """Inputs that no candidate has seen, to compare a candidate after it has run often."""
+        """Draw inputs that no candidate has seen. They serve to compare a candidate with the original after the
+        candidate has run often.
+        """
         return replace(self._fresh(), what="other values, after many calls")
 
     def right_on(self, draw: Draw, candidate: Candidate, rules: Sequence[Rule]) -> None:
@@ -115,7 +117,7 @@ class Builder:
         self._gate_of(rules).judge_on(candidate, draw)
 
     def nothing_changed(self) -> None:
-        """Raise RefusedError if a rule has changed tensors of the original, and restore them."""
+        """Restore the original model's tensors. If a rule had changed one of them, raise RefusedError."""
         if name := self.restore():
             raise RefusedError(f"it changes {name} of the original: a rule must replace the tensor instead")
 
@@ -124,13 +126,13 @@ class Builder:
         return self._originals.restore()
 
     def changes_optimizer(self, candidate: Candidate) -> bool:
-        """Whether a rule has replaced the optimizer."""
+        """Whether a rule has replaced the candidate's optimizer, which was at first a copy of the user's."""
         return all(candidate.optimizer is not each for each in self._copies)
 
     @property
     def gate(self) -> Gate | None:
-        """The gate that compares candidates with the original in the original's own precision, i.e. without rules that
-        lower the precision; None if no candidate has been checked yet.
+        """The gate for candidates in the original's own precision, which compares them with the original; None if no
+        candidate has been checked yet.
         """
         return self._gates.get(())
 
@@ -140,7 +142,9 @@ class Builder:
         return Candidate.of(self.original, optimizer, self.step.training, tensors_of(self.given))
 
     def _gate_of(self, rules: Sequence[Rule]) -> Gate:
-        """The gate for candidates with these rules; the original runs with those of them that lower the precision."""
+        """The gate that checks candidates with these rules. If some of the rules lower the precision, the gate compares
+        with the original under those rules only.
+        """
         lowering = [rule for rule in rules if rule.opt_in]
         key = tuple(rule.name for rule in lowering)
         if key not in self._gates:

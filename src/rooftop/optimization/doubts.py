@@ -40,7 +40,7 @@ SAME_SIZE = 1.5
 
 
 def is_hopeless(error: InaccurateError) -> bool:
-    """Whether an error is too large to be bad luck."""
+    """Whether a result's error is so far above the allowed error that comparing more inputs cannot excuse it."""
     return error.share > (HOPELESS if error.count > FEW else HOPELESS_OF_FEW)
 
 

@@ -64,8 +64,8 @@ def draws(given: Arguments, generator: torch.Generator) -> list[Draw]:
 
 
 def others(given: Arguments, generator: torch.Generator) -> Draw:
-    """The given arguments with other values. A model may refuse these values. So each alternative in `otherwise` keeps
-    the values of one integer tensor, and the last alternative keeps the values of all integer tensors.
+    """The given arguments with other random values. A model may raise for other integers, such as indices. So each
+    alternative in `otherwise` keeps the values of one integer tensor, and the last alternative keeps those of all.
     """
 
     def but(fixed: list[Tensor]) -> Arguments:

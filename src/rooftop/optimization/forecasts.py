@@ -141,7 +141,9 @@ class OperatorClock:
             self._events.append(pair)
 
     def times_ms(self) -> list[float]:
-        """The time of each operator."""
+        """The time in ms of each operator that has run, in order: on a GPU the device's time, on a CPU the wall
+        time.
+        """
         if self.device.type != "cuda":
             return self._ms
         count = len(self._events)

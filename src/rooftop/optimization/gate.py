@@ -214,8 +214,8 @@ class Gate:
             self.exact_only = "the model's results differ from call to call, so only bit-identical results count"
 
     def _repeats_in_float64(self) -> bool:
-        """Whether two calls of the float64 model agree except for the order of sums, as calls without random numbers
-        do.
+        """Whether two calls of the original in float64 agree up to the order of sums. They do if the original draws no
+        random numbers.
         """
         first = self.known[0]
         again = self._truth(first.draw)
@@ -446,8 +446,8 @@ class Gate:
         return as_accurate(name, got, eager, truth, what, self._usual_error(name))
 
     def _usual_error(self, name: str) -> float:
-        """The original's largest error on the given inputs. Only the given inputs are used: on drawn inputs that are
-        constant, the original may be exact by luck.
+        """The original's largest error in the result `name` on the user's own inputs. Drawn inputs are not used: on
+        constant inputs the original may be exact by luck.
         """
         return _error(self.known[0].eager, self.known[0].truth, name)
 
@@ -498,14 +498,18 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 def _unchanged(known: Known, before: Outcome) -> None:
-    """Check that the next call does not overwrite the results of this call, which the caller owns."""
+    """Raise RefusedError if a second call has overwritten the results of the first, which the caller owns. `before` is
+    the outcome of the first call.
+    """
     for i, result in enumerate(before.results):
         if result.layout == torch.strided and not same_values(result.detach(), before.values[f"result {i}"]):
             raise RefusedError(f"{known.draw.what}: result {i} was changed by the next call")
 
 
 def _same_draws(known: Known) -> bool:
-    """Whether the float64 model has drawn the same random numbers as the original. Close results show this."""
+    """Whether the original and its float64 copy drew the same random numbers, for example in dropout. If they did not,
+    their results are far apart.
+    """
     if known.truth is None or known.draw.special:
         return True  # for large or constant inputs, close results do not show equal random numbers
     for name, value in known.eager.values.items():

@@ -112,11 +112,11 @@ class Optimized:
 
     @property
     def kept(self) -> list[str]:
-        """Names of the kept rules."""
+        """Names of the rules that the search kept: the faster module applies them."""
         return [change.rule for change in self.changes if change.verdict == "kept"]
 
     def undo(self) -> nn.Module:
-        """Return the original, which the faster module also runs from now on."""
+        """Return the original module. From now on, the faster module also runs the original in every call."""
         self.module.stop("because undo() was called")
         return self.module.original
 
@@ -203,7 +203,7 @@ class OptimizedModule(nn.Module):
 
     @property
     def unproven(self) -> dict[str, int]:
-        """The number of unproven calls, which ran the original, by reason."""
+        """How many calls ran the original instead of the faster model, by reason."""
         return dict(self._own.unproven)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

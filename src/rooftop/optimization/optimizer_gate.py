@@ -44,7 +44,7 @@ class Rounded:
     step: int
 
     def of(self, value: Any) -> Any:
-        """The changed setting."""
+        """The setting's value after the rounding: `value`, or one number of the tuple `value`, times 1 + ROUNDED."""
         if self.place is None:
             return value * (1 + ROUNDED)
         return tuple(each * (1 + ROUNDED) if i == self.place else each for i, each in enumerate(value))
@@ -114,7 +114,9 @@ def _compare(got: list[Tensor], plain: list[Tensor], exact: list[Tensor], usual:
 
 
 def _by_rounding(optimizer: torch.optim.Optimizer, exact: list[Tensor]) -> list[float]:
-    """For each parameter, the error that roundings of settings cause, summed over all settings and steps."""
+    """For each parameter, the error that roundings of the optimizer's settings (learning rate, betas, ...) cause,
+    summed over all settings and steps. `exact` has the parameters without these roundings.
+    """
     found = [0.0] * len(exact)
     for rounded in _roundings(optimizer):
         others = parameters_after(optimizer, torch.float64, rounded)

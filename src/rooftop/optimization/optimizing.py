@@ -235,7 +235,7 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
 
 
 def _surroundings(module: nn.Module, given: Arguments, train: bool) -> dict[str, str]:
-    """The conditions for which a plan was found."""
+    """What a plan file records of the run that found the plan: model, inputs, mode, device, and so on."""
     tensors = (*module.parameters(), *module.buffers(), *tensors_of(given))
     device = next((t.device for t in tensors), torch.device("cpu"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()

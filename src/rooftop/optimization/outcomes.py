@@ -93,7 +93,9 @@ class Step:
         return output, {name: _as_accumulated(grad, leaf) for (name, leaf), grad in pairs if grad is not None}
 
     def _lost(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """(the tensors from which backward starts, the gradients of these tensors)."""
+        """(the tensors at which backward starts, the gradients with which it starts): the loss with gradient 1, or
+        without a loss function the outputs with random gradients (1 for a single number).
+        """
         if self.loss is not None:
             loss = self.loss(output)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

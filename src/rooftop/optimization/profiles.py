@@ -46,13 +46,17 @@ class Profiles:
         self._compiled: dict[frozenset[str], Compiled] = {}  # by the names of a candidate's rules that do not compile
 
     def begin(self, plain: Candidate, wall_ms: float) -> Times:
-        """Profile the original."""
+        """Profile the original: `plain` is the candidate without rules, and `wall_ms` is its time per step. Return its
+        times.
+        """
         self._ceilings = quick_ceilings(plain.device)
         self.now = self._of_kept[_names([])] = self._operators[_names([])] = self._times_of(plain, wall_ms)
         return self.now
 
     def predicted(self, rule: Rule, others: Sequence[Rule]) -> float:
-        """The predicted gain in ms of `rule` and `others` together, compared with the best candidate."""
+        """The predicted time in ms by which a step with `rule` and `others` is shorter than a step of the best
+        candidate so far.
+        """
         names = _names(others)
         known = max((each for each in self._of_kept if each <= names), key=len)
         times = self._of_kept[known]
@@ -74,7 +78,9 @@ class Profiles:
         self._compiled[_names(others)] = Compiled(wall_ms, device_ms, host_ms, whole)
 
     def note_wall(self, best_ms: float) -> None:
-        """Scale all wall times by one factor, so that the best candidate's becomes `best_ms`: a host's speed varies."""
+        """Scale the wall times of all profiles by one factor, so that the best candidate's time becomes `best_ms`. The
+        host's speed varies from moment to moment.
+        """
         changed = best_ms / max(1e-6, self.now.wall_ms)
 
         def corrected(times: Times) -> Times:

@@ -58,12 +58,12 @@ class Rounds:
         self.step, self.given, self.original, self.min_gain, self.step_s = step, given, original, min_gain, step_s
 
     def timed(self, candidates: dict[str, Candidate]) -> dict[str, Timing]:
-        """The times of one round. Each candidate must have run before."""
+        """Time all candidates in turns for one round. Each candidate must have run before."""
         return compare_steps(candidates, self.step, self.given, self.original, ROUND_S, self.step_s)
 
     def least_share(self, predicted_share: float) -> float:
-        """The smallest gain that keeps a rule. The result is half of `min_gain` if any gain is predicted, so that a
-        gain close to `min_gain` has the same verdict in each search.
+        """The smallest gain, as a fraction of the step's time, for which the search keeps a rule. The result is half of
+        `min_gain` if any gain is predicted, so that a gain close to `min_gain` has the same verdict in each search.
         """
         return self.min_gain / 2 if predicted_share > 0 else self.min_gain
 
@@ -106,5 +106,7 @@ def _saved(before: Timing, after: Timing) -> float:
 
 
 def _falls_short(shares: Sequence[float], least: float) -> bool:
-    """Whether at least three quarters of the rounds show a gain below `least`. If not, timing continues."""
+    """Whether at least three quarters of the rounds measured a gain below `least`. If not, timing continues. `shares`
+    are the gains, as fractions of the best candidate's time.
+    """
     return statistics.quantiles(shares, n=4, method="inclusive")[2] < least

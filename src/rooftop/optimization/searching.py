@@ -236,7 +236,9 @@ class Search:
             self.changes.append(Change(rule.name, verdict, reason, where, error=error, first_call_s=seconds))
 
     def _fits(self, rule: Rule) -> bool:
-        """Whether a rule can be applied; a refusal is recorded."""
+        """Whether a rule can be applied to this model in this mode. If not, record that the rule was refused, and
+        why.
+        """
         if not (rule.trains if self._builder.step.training else rule.infers):
             self.changes.append(
                 Change(rule.name, "refused", f"not for {'training' if not rule.trains else 'inference'}")
@@ -246,12 +248,14 @@ class Search:
         return self._has_no_reason(rule, "refused", "refusal", given)
 
     def _has_work(self, rule: Rule, times: Times) -> bool:
-        """Whether a step has work that the rule could make faster; the absence of such work is recorded."""
+        """Whether a step has work that the rule could make faster. If not, record that the rule has no gain, and
+        why.
+        """
         return self._has_no_reason(rule, "no gain", "absent", times)
 
     def _has_no_reason(self, rule: Rule, verdict: str, method: str, given: object) -> bool:
-        """Whether a method of the rule returns None. If it returns a reason instead, the reason is recorded with the
-        verdict. If it raises, the error is recorded as "failed"."""
+        """Call a method of the rule, and return whether its result is None. Any other result is a reason to reject the
+        rule, and is recorded with the verdict. An error is recorded as "failed"."""
         try:
             reason = getattr(rule, method)(given)
             if reason is not None and (not isinstance(reason, str) or not reason):
@@ -282,7 +286,9 @@ class Search:
         return not rule.opaque or self._waited or repeated_calls.wait(0.0)
 
     def _changes_something(self, rule: Rule) -> bool:
-        """Whether a rule finds something to change. True if the rule fails here: the trial reports this."""
+        """Whether the rule changes anything in the model, by building a candidate. True also if building fails: the
+        later trial of the rule reports the error.
+        """
         try:
             return bool(self._builder.built([rule]).changes[rule.name])
         except Exception:

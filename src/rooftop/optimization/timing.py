@@ -126,8 +126,8 @@ def _copies_ms(candidate: Candidate, step: Step, given: Arguments) -> float:
 
 
 def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
-    """The times of an optimizer's step alone, with the gradients of the last run. An untimed first step creates the
-    optimizer's state.
+    """The times of an optimizer's step without forward and backward, with the gradients of the last run. An untimed
+    first step creates the optimizer's state.
     """
     optimizer.step()
     synchronize(device)

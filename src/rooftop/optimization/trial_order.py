@@ -62,17 +62,19 @@ class TrialOrder:
         self._first = self._too_late(times, left_s)
 
     def peek(self, times: Times, left_s: float) -> Rule:
-        """The next rule."""
+        """The rule to try next, without removing it from the waiting rules."""
         return self._first or self._next(times, left_s)
 
     def take(self, times: Times, left_s: float) -> Rule:
-        """Remove and return the next rule."""
+        """Remove the rule to try next from the waiting rules, and return it."""
         rule, self._first = self.peek(times, left_s), None
         self.waiting.remove(rule)
         return rule
 
     def seconds(self, rule: Rule, times: Times) -> float:
-        """The estimated seconds until a rule's first call is done, at the pace of the last compilation."""
+        """The estimated seconds until a rule's first call is done: the rule's own estimate, scaled by how long the last
+        compilation took compared with its estimate.
+        """
         return self._pace * self._estimate(rule, times)
 
     def _estimate(self, rule: Rule, times: Times) -> float:
@@ -82,7 +84,9 @@ class TrialOrder:
             return self._forecasts[rule.name][0]
 
     def note(self, rule: Rule, times: Times, seconds: float) -> None:
-        """Learn the pace of the compiler from a rule's first call."""
+        """Compare the seconds that a rule's first call took with the rule's estimate. Later estimates are scaled by
+        this ratio.
+        """
         if (estimate := self._estimate(rule, times)) > 0:
             self._pace = min(MOST_PACE, max(LEAST_PACE, seconds / estimate))
 
@@ -131,8 +135,8 @@ class TrialOrder:
         return whole if self._forecasts[WHOLE][1] >= max(others, default=0.0) else None
 
     def _next(self, times: Times, left_s: float) -> Rule:
-        """The first waiting rule. If this rule compiles the whole model or its blocks, the time left decides which of
-        the two rules is next.
+        """The rule to try next: the first waiting rule. But if this rule compiles the whole model or its blocks, the
+        time left decides which of these two rules is next.
         """
         first, whole, blocks = self._first_ready(), self._waiting_for(WHOLE), self._waiting_for(BLOCKS)
         if whole is None or blocks is None or first not in (whole, blocks):

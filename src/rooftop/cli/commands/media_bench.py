@@ -20,7 +20,7 @@ Examples:
 
 
 class _Streams(click.ParamType[tuple[int, ...]]):
-    """Numbers separated by commas."""
+    """Parse numbers of streams, separated by commas; return them as a tuple."""
 
     name = "N,N"
 

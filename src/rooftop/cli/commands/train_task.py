@@ -51,7 +51,7 @@ SMALL = {"detr": "shapes", "sparse_unet": "scans"}
 
 
 def usual_data(name: str) -> str | None:
-    """Return the default of --data; None for a task of the user."""
+    """Return the default of --data for a built-in task or model; None for a task that the user wrote."""
     return SMALL.get(task_of(name), "digits") if name in KNOWN else None
 
 
@@ -97,7 +97,7 @@ Ctrl-C and SIGTERM save and end the training. --resume gives the same results as
 
 
 def task_of(name: str) -> str:
-    """Return the built-in task with this name, or the task that trains this model."""
+    """Return the name of the built-in task `name`, or, if `name` is a model, of the task that trains this model."""
     if name in names.TASKS:
         return name
     return next((task for task in ("swin", "hybrid") if name.startswith(task)), "resnet")

@@ -83,7 +83,9 @@ def _pairs(call: Call, query: Tensor, key: Tensor) -> int:
 
 
 def _seen(call: Call, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Keys and values up to the last query. A causal mask hides later keys and values from all queries."""
+    """The parts of keys and values that some query sees. Under a causal mask, no query sees keys and values at
+    positions after the last query.
+    """
     queries, keys = query.shape[2], key.shape[2]
     if not call["is_causal"] or keys <= queries:
         return [key, value]

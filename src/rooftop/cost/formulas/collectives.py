@@ -38,16 +38,16 @@ def all_reduce(call: Call) -> Cost:
 
 @cost_of("c10d::send", "c10d::reduce_")
 def given(call: Call) -> Cost:
-    """A rank only reads each tensor that it sends. In a reduce one rank also writes the sum, but this write is not
-    counted, because the formula does not know the rank.
+    """Cost of `send` and `reduce` for one rank, which reads each tensor that it sends. In a reduce one rank also writes
+    the sum. This write is not counted, because the formula does not know the rank.
     """
     return Cost(distinct_bytes(tensors_in(call["tensors"])))
 
 
 @cost_of("c10d::recv_", "c10d::recv_any_source_", "c10d::broadcast_")
 def taken(call: Call) -> Cost:
-    """A rank only writes each tensor that it receives. (The source of a broadcast reads the tensor instead: the same
-    number of bytes.)"""
+    """Cost of `recv` and `broadcast` for one rank, which writes each tensor that it receives. (The source of a
+    broadcast reads the tensor instead: the same number of bytes.)"""
     return Cost(0, distinct_bytes(tensors_in(call["tensors"])))
 
 
@@ -59,5 +59,5 @@ def functional(call: Call) -> Cost:
 
 @cost_of("c10d::barrier", "c10d::monitored_barrier_", "_c10d_functional::wait_tensor")
 def waiting(call: Call) -> Cost:
-    """Waiting moves no data."""
+    """Cost of a barrier, or of waiting for a collective: neither moves data."""
     return FREE

@@ -30,8 +30,8 @@ SAMPLE = 8
 
 @cost_of("torchvision::nms")
 def nms(call: Call) -> Cost:
-    """NMS sorts the scores, then compares boxes. The number of compared pairs depends on values. At the least, NMS
-    compares each kept box with all other kept boxes, and each removed box once.
+    """NMS sorts the scores, then compares boxes. How many pairs it compares depends on the values. The formula counts
+    the least possible number: each kept box with all other kept boxes, and each removed box once.
     """
     boxes, kept = call["dets"].shape[0], call.out.shape[0]
     pairs = kept * (kept - 1) // 2 + boxes - kept

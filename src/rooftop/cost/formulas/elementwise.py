@@ -13,8 +13,8 @@ from rooftop.cost.formulas.streaming import Flops, cover, each, streaming
 
 
 def _scaled(flops: int, of_complex: int | None = None) -> Callable[[Call], int]:
-    """Flops of a factor (`alpha` of add, `value` of addcmul): one multiplication, or two for a complex number times a
-    real factor. A factor of 1 costs no flops."""
+    """A function that returns the flops per element of an operator with a factor (`alpha` of add, `value` of addcmul).
+    A factor other than 1 adds one multiplication, or two for a complex number times a real factor."""
 
     def counted(call: Call) -> int:
         factor = call.get("alpha", call.get("value", 1)) != 1

@@ -52,7 +52,9 @@ def _resize(taps: int, dimensions: int) -> Formula:
 
 
 def _weighing(taps: int, dimensions: int) -> int:
-    """Flops of the weighted sum over a neighbourhood; 0 for a single neighbour."""
+    """Flops of one weighted sum over a neighbourhood of `taps` elements along each dimension; 0 for a single element,
+    which is only copied.
+    """
     return 0 if taps == 1 else 2 * taps**dimensions
 
 

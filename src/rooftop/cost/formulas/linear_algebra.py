@@ -111,7 +111,9 @@ def qr(call: Call) -> Cost:
 
 @cost_of("aten::linalg_householder_product")
 def householder_product(call: Call) -> Cost:
-    """Cost of the first n columns of the product of k reflectors."""
+    """Cost of multiplying k Householder reflectors of length m. Only the first n columns of the product are
+    computed.
+    """
     vectors: Tensor = call["input"]  # (..., m, n)
     m, n = vectors.shape[-2:]
     return _cost(call, vectors, reflectors(m, n, call["tau"].shape[-1]), call.read_tensors, [call.out])
@@ -196,7 +198,7 @@ def solve_factored(call: Call) -> Cost:
 
 
 def _order(call: Call) -> int:
-    """The size n of the (n, n) factors."""
+    """The number of rows n of the (n, n) factors that the operator reads."""
     factor: Tensor = next(call[name] for name in ("LU", "LD", "A", "input2") if name in call)
     return factor.shape[-1]
 

@@ -106,7 +106,7 @@ def trilinear(call: Call) -> Cost:
 
 
 def _expanded(tensor: Tensor, dimensions: Sequence[int]) -> tuple[int, ...]:
-    """The shape with dimensions of size one inserted at these positions of the result."""
+    """The tensor's shape, with sizes of 1 inserted at the given dimensions of the result."""
     sizes = list(tensor.shape)
     for dimension in sorted(dimensions):
         sizes.insert(dimension, 1)

@@ -54,8 +54,8 @@ cost_of(
 
 
 def gathering(table: str) -> Formula:
-    """A formula for an operator that picks elements. The operator reads at most one element of `table` for each
-    result."""
+    """A formula for an operator that picks elements of its argument `table`. The operator reads at most one element of
+    this argument for each element of the result."""
 
     def formula(call: Call) -> Cost:
         source: Tensor = call[table]
@@ -75,8 +75,8 @@ cost_of(*aten("constant_pad_nd diagonal_copy narrow_copy select_copy slice_copy 
 
 @cost_of("aten::tril", "aten::triu")
 def triangle(call: Call) -> Cost:
-    """The operator reads the kept triangle, and writes the whole matrix. In place the operator writes only the cleared
-    triangle."""
+    """The operator (tril or triu) reads the triangle that it keeps, and writes the whole matrix. In place, it only
+    writes zeros to the other triangle."""
     matrix: Tensor = call["self"]  # (..., rows, columns)
     rows, columns = matrix.shape[-2:]
     if call.func._schema.name.startswith("aten::tril"):

@@ -75,7 +75,9 @@ FUSED_STEPS: dict[str, FusedStep] = {
 
 @cost_of(*(f"aten::{name}" for name in FUSED_STEPS))
 def fused_step(call: Call) -> Cost:
-    """Cost of one step of all parameters: the rule's flops for each element, and one more if there is a loss scale."""
+    """Cost of one optimizer step on all parameters: the flops of the update rule for each element, and one more flop if
+    gradients are divided by a loss scale.
+    """
     step = FUSED_STEPS[call.func._schema.name.removeprefix("aten::").removesuffix("_")]
     states = [tensor for name in step.states(call) for tensor in tensors_in(call[name])]
     parameters, gradients = call["self"], call["grads"]

@@ -16,7 +16,9 @@ from rooftop.cost.registry import cost_of
 
 
 def _additions(call: Call) -> int:
-    """Number of additions in one gate: one adds the products of input and hidden state, two add the biases (if any)."""
+    """Number of additions per element of one gate: one for the sum of the products of input and hidden state, and two
+    more if there are biases.
+    """
     return 1 + 2 * (call["input_bias"] is not None)
 
 

@@ -32,7 +32,9 @@ def index_bytes(sparse: Tensor) -> int:
 
 
 def new_bytes(written: Sequence[Tensor], read: Sequence[Tensor]) -> int:
-    """Bytes of the results that are in new memory. A conversion may reuse the memory of the operand's values."""
+    """Bytes of those results that do not share memory with an operand. For example, a sparse conversion may reuse the
+    memory of the operand's values.
+    """
     return distinct_bytes([*read, *written]) - distinct_bytes(read)
 
 

@@ -73,7 +73,7 @@ def moved_once(call: Call, flops: Mapping[str, int]) -> Cost:
 
 
 def each(names: str, flops: Flops) -> dict[str, Flops]:
-    """Make a table in which all names in a text have the same flops per element."""
+    """Make a table {name: flops per element} in which all names of a text, separated by spaces, have the same flops."""
     return dict.fromkeys(names.split(), flops)
 
 
@@ -84,7 +84,7 @@ def cover(table: Mapping[str, Flops], make: Callable[[Flops], Formula] = streami
 
 
 def aten(names: str) -> list[str]:
-    """Schema names ("aten::add") of aten operators, from a text of names."""
+    """Schema names of aten operators, such as "aten::add", from a text of names separated by spaces."""
     return [f"aten::{name}" for name in names.split()]
 
 
