@@ -53,7 +53,7 @@ def to_world(resident: Resident, instance: wp.int32, normal: wp.vec3):
 
 @wp.func
 def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """A vector, of any length, along the normal of a triangle; 0 if the triangle has no area."""
+    """A normal vector of a triangle, not scaled to length 1; 0 if the triangle has no area."""
     longest = longest_side(a, b, c)
     if longest == 0.0:
         return wp.vec3()
@@ -78,7 +78,8 @@ def surface_normal(resident: Resident, hit: Hit, flat: wp.vec3):
 
 @wp.func
 def palette(number: wp.int32):
-    """A light colour for each number: hues step by the golden ratio around the circle; 0 is nearly white."""
+    """Return a pale colour for a number. From number to number, the hue turns by the golden ratio of a circle; the
+    colour of 0 is nearly white."""
     if number == 0:
         return wp.vec3(0.86, 0.85, 0.82)
     hue = 6.0 * wp.frac(0.6180339887 * wp.float32(number))

@@ -143,7 +143,8 @@ def is_free(lights: Lights, light: wp.int32, number: wp.int32, x: wp.int32, y: w
 
 @wp.func
 def share_of(lights: Lights, light: wp.int32, number: wp.int32, point: wp.vec3d):
-    """How much of the light reaches a point, interpolated between the four texels around it."""
+    """The share (0 to 1) of a light that reaches a point, interpolated between the four nearest texels of shadow map
+    `number`."""
     at = seen_from(lights, number, point)
     place = on_map(lights, number, at)
     x = wp.int32(wp.floor(place[0]))
