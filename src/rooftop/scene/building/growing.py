@@ -136,7 +136,8 @@ def _squared(middles: Any, triangle: Any, x: Any, y: Any, z: Any) -> Any:
 
 @helper
 def _nearest_of_all(middles: Any, emitted: Any, x: Any, y: Any, z: Any) -> Any:
-    """The nearest triangle that is in no cluster yet, and its squared distance."""
+    """Return the triangle that is in no cluster yet and whose middle is nearest to the point (x, y, z), and the squared
+    distance."""
     best, nearest = NONE, np.inf
     for triangle in range(len(middles)):
         distance = _squared(middles, triangle, x, y, z)

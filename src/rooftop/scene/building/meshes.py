@@ -270,8 +270,8 @@ def _rounded(
 
 
 def _octahedral(directions: Floats, used: npt.NDArray[np.bool_], workers: Workers) -> npt.NDArray[np.int32]:
-    """Encode directions of any length as octahedral (V, 2). Directions of unused vertices, which may be NaN, count as
-    (1, 1, 1)."""
+    """Encode directions of any length as points (V, 2) on an unfolded octahedron. Directions of unused vertices, which
+    may be NaN, count as (1, 1, 1)."""
     found = np.empty((len(directions), 2), np.int32)
 
     def turn(rows: slice) -> None:

@@ -293,7 +293,8 @@ def _walk_numbers(numbers: Any, at: Any, has_count: Any, starts: Any, counts: An
 
 
 def _typed(numbers: Array, starts: Ints, counts: Ints, described: _Property, path: Path) -> Array:
-    """Select the values of a property from all numbers of a text file, and convert them to the property's dtype."""
+    """Select the values of a property from all numbers of a text file. Values of an integer property are checked, and
+    converted to its dtype."""
     before = np.cumsum(counts) - counts
     values = numbers[np.repeat(starts - before, counts) + np.arange(counts.sum())]
     if described.dtype.kind == "f":

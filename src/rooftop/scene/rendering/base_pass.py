@@ -114,7 +114,7 @@ def toward_camera(views: Views, place: wp.vec3i):
 
 @wp.func
 def light_on(resident: Resident, lights: Lights, targets: Targets, texel: wp.int32, hit: Hit, n: wp.vec3):
-    """Sum all lights, with their shadows, on a pixel's surface."""
+    """The light (red, green and blue) that all lights, with their shadows, cast on the surface seen at a pixel."""
     total = wp.vec3()
     point = point_of(resident, hit.instance, point_on(hit))
     for light in range(lights.kind.shape[0]):

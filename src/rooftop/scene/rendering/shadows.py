@@ -45,7 +45,8 @@ def keep_depths(
     depths: wp.array(dtype=wp.float32),
     stride: wp.int32,
 ):
-    """Store the nearest depths of newly drawn maps; the k-th view after the cameras is map which[k]."""
+    """Store the nearest depths of newly drawn shadow maps: the k-th view after the cameras' views becomes map number
+    which[k]."""
     begin = wp.int32(0)
     for number in range(which.shape[0]):
         view = frame.cameras + number

@@ -256,7 +256,8 @@ class Stages:
         return self.cuda_cpp and self.memory.canvas.same > 0 and set(outputs) <= {*base_pixels.OUTPUTS, "overdraw"}
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
-        """Store the nearest depths of the drawn shadow maps; the k-th drawn map is map which[k] of `buffers.Lights`."""
+        """Store the nearest depths of the drawn shadow maps: the k-th drawn map becomes map number which[k] of
+        `buffers.Lights`."""
         self._launch(shadows.keep_depths, self.now.values, self.memory.frame, which, texel_at, depths)
 
     def _sorts(self, second: int) -> bool:

@@ -133,7 +133,8 @@ class Inputs:
     def look(
         self, frame: int, cameras: Sequence[Camera], before: Sequence[Camera], maps: Sequence[Camera] = ()
     ) -> None:
-        """Set the views of a frame: the cameras, the cameras `before` of the previous frame, and the shadow maps."""
+        """Set the views of a frame: its cameras, the same cameras in the previous frame (`before`), and its shadow
+        maps."""
         numbers = (self._matrices, self._lenses)
         if before is self._looked:
             for of_both in numbers:
