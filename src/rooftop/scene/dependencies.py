@@ -41,8 +41,8 @@ class PageNeeds:
 
     @classmethod
     def between(cls, pages: int, fine: Ints, coarse: Ints) -> PageNeeds:
-        """Build the table from pairs of pages: `fine[k]` needs `coarse[k]`. Pairs may repeat. Pairs of a page with
-        itself are ignored."""
+        """Build the table for `pages` pages from pairs: page `fine[k]` needs page `coarse[k]`. Repeated pairs, and
+        pairs of a page with itself, are ignored."""
         pairs = np.unique(np.stack([fine, coarse], 1)[fine != coarse], axis=0).reshape(-1, 2)
         return cls(np.searchsorted(pairs[:, 0], np.arange(pages + 1)), pairs[:, 1].copy())
 

@@ -147,7 +147,7 @@ class Geometry:
 
     @property
     def _content(self) -> int:
-        """A value that is equal for files with the same pages."""
+        """A checksum over the checksums of all pages, equal for files with the same pages."""
         return zlib.crc32(self.checksums.tobytes())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Geometry:
@@ -470,7 +470,7 @@ def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any
 
 
 def _is_level(level: object) -> bool:
-    """Whether a value has the metadata of a level of detail."""
+    """Whether a value from the file is valid metadata of one level of detail."""
     if not isinstance(level, dict) or not _are_numbers([level.get(name) for name in LEVEL], (len(LEVEL),)):
         return False
     return all(isinstance(level[name], int) and level[name] > 0 for name in ("clusters", "triangles"))

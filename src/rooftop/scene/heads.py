@@ -144,7 +144,8 @@ def _rounded_up(extents: Ints) -> Ints:
 
 
 def _extents(words: Ints) -> Ints:
-    """Decode to the largest extents for which `_rounded_up` returns these words; bits above BOX_BITS are ignored."""
+    """Decode words that `_rounded_up` encoded: return the largest extent that has each word. Bits above BOX_BITS are
+    ignored."""
     lengths = words & (1 << _LENGTH_BITS) - 1
     mantissas = words >> _LENGTH_BITS & (1 << layouts.MANTISSA_BITS) - 1
     below = np.maximum(lengths - 1 - layouts.MANTISSA_BITS, 0)

@@ -150,8 +150,8 @@ def _check_size(size: tuple[int, int], name: str) -> None:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to red, green and blue of 8 bits. 16-bit grey is rounded to 8 bits, but Pillow
-    truncates 16-bit colours."""
+    """Convert an image of any mode to RGB with 8 bits per channel. 16-bit grey is rounded to 8 bits; Pillow truncates
+    16-bit colours."""
     if image.mode in ("I;16", "I;16L", "I;16B", "I"):
         rounded = np.rint(np.asarray(image.convert("I")).clip(0, 65535) / 257)
         return Image.fromarray(rounded.astype(np.uint8)).convert("RGB")

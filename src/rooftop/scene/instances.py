@@ -91,7 +91,7 @@ class Changes:
         self._from = 0  # the earliest version that the log covers
 
     def note(self, rows: NDArray[np.int64], count: int) -> None:
-        """Log a change of these rows, in an array of `count` rows."""
+        """Log that these rows of an array changed. The array has `count` rows, which limits the length of the log."""
         if not len(rows):
             return
         self.version += 1

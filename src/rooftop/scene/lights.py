@@ -128,8 +128,8 @@ class SpotLight:
         object.__setattr__(self, "soft", number_in("soft", self.soft, 0.0, 1.0))
 
     def maps(self, cameras: Sequence[Camera], bounds: Floats) -> list[Camera]:
-        """The view of the light's only map; this view does not depend on the cameras. Arguments are as in
-        `DirectionalLight`."""
+        """Return the view of the light's only shadow map, from the light. It does not depend on the cameras. Arguments
+        are as in `DirectionalLight`."""
         turn = _turn_along(np.asarray(self.direction))
         wide = math.tan(math.radians(self.angle_degrees) / 2)
         return [_from_point(np.asarray(self.position), turn, wide, self.size, self.range)]
@@ -152,8 +152,8 @@ class PointLight:
         object.__setattr__(self, "size", _map_size(self.size))
 
     def maps(self, cameras: Sequence[Camera], bounds: Floats) -> list[Camera]:
-        """The views of the light's six maps, towards +x, -x, +y, -y, +z and -z; they do not depend on the cameras.
-        Arguments are as in `DirectionalLight`."""
+        """Return the views of the light's six shadow maps, towards +x, -x, +y, -y, +z and -z. They do not depend on the
+        cameras. Arguments are as in `DirectionalLight`."""
         turns = (_turn_along(sign * np.eye(3)[axis]) for axis in range(3) for sign in (1.0, -1.0))
         return [_from_point(np.asarray(self.position), turn, 1.0, self.size, self.range) for turn in turns]
 
@@ -217,8 +217,8 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
 
 
 def _from_point(position: Floats, turn: Floats, wide: float, size: int, reach: float) -> Camera:
-    """Make a square perspective view. `wide` is the tangent of the angle between the axis and each edge; `MARGIN`
-    texels are added outside these edges."""
+    """Make the square perspective view of a shadow map from a light's position. `wide` is the tangent of the angle
+    between the axis and each edge; `MARGIN` texels are added outside these edges."""
     matrix = np.eye(4)
     matrix[:3, :3], matrix[:3, 3] = turn, -turn @ position
     focal = (size - 2 * MARGIN) / 2 / wide

@@ -35,7 +35,7 @@ class SharedPlaces:
         self.several = np.empty(0, np.uint8)
 
     def begin(self, places: int) -> None:
-        """Allocate the arrays for `places` places, before owners are recorded."""
+        """Allocate the arrays for `places` different vertex positions. Call this before `own`."""
         if places > len(self.owner):
             self.owner, self.several = shared(places, np.int32), shared(places, np.uint8)
 
@@ -54,12 +54,13 @@ class SharedPlaces:
         _own(place, corners, starts, counts, owners, self.owner, self.several)
 
     def mark(self, place: Numbers, corners: Numbers, starts: Ints, counts: Ints, owners: Ints) -> None:
-        """Second pass: mark the places of these triangles that also have another owner. Arguments are as for `own`."""
+        """Second pass: mark each place of these triangles that another owner (batch or group) also uses. Arguments are
+        as for `own`."""
         _mark(place, corners, starts, counts, owners, self.owner, self.several)
 
     def hold(self, places: Numbers) -> None:
-        """Mark places as if several owners used them, so that simplification keeps them. Call this after both
-        passes."""
+        """Mark these places (vertex positions) as if several owners used them, so that simplification keeps the
+        vertices there. Call this after `own` and `mark`."""
         self.several[places] = 1
 
 
@@ -195,8 +196,8 @@ class Whole:
 
 
 def _parts(batches: list[Connections], used: Callable[[int], Numbers], vertices: Vertices) -> Numbers | None:
-    """The connected part of each vertex of the mesh, or None if there is one part. Parts of different batches are one
-    part if they share a place."""
+    """Return the number of the connected part that contains each vertex of the mesh, or None if the mesh is a single
+    part. Parts of different batches of triangles are one part if they share a vertex position."""
     first = starts_of([each.parts for each in batches])
     places = np.concatenate([each.places for each in batches])
     of = np.concatenate([each.of_places + start for each, start in zip(batches, first[:-1].tolist(), strict=True)])

@@ -86,7 +86,8 @@ def localized(corners: Corners, counts: Ints) -> Local:
 
 
 def local_points(vertices: Vertices, local: Local) -> npt.NDArray[np.float32]:
-    """Exact positions of the pieces' vertices, in steps of the grid, relative to each piece's first vertex."""
+    """Compute the positions of the vertices of pieces of a mesh, in steps of the grid. The positions are exact, and
+    relative to the first vertex of each piece."""
     grid = vertices.grid[local.vertices]
     counts = np.diff(local.starts)
     first = grid[np.minimum(local.starts[:-1], max(len(grid) - 1, 0))]

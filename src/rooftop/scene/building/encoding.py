@@ -49,7 +49,7 @@ class Encoded:
     counts: Ints
 
     def part(self, chosen: Ints) -> Encoded:
-        """A selection of these clusters, in the given order."""
+        """Select the clusters with the indices `chosen`, in this order."""
         words = taken(starts_of(self.counts)[chosen], self.counts[chosen])
         return Encoded(self.heads[chosen], self.streams[words], self.counts[chosen])
 
@@ -123,8 +123,8 @@ def encode(
 
 
 def _columns(vertices: Vertices) -> tuple[npt.NDArray[np.int32], int]:
-    """Return the position and all attributes of each vertex as columns (V, K), and the number of columns before the
-    colours."""
+    """Return all data of each vertex as integer columns (V, K): position, normal, uv and colour. Also return the number
+    of columns before the colours."""
     columns: list[npt.NDArray[Any] | None] = [vertices.grid, vertices.normals, vertices.uv]
     present = [each.astype(np.int32, copy=False) for each in columns if each is not None]
     boxed = sum(each.shape[1] for each in present)

@@ -34,7 +34,7 @@ class Excerpt:
 
     @classmethod
     def of(cls, vertices: Vertices, corners: Numbers) -> Excerpt:
-        """Make the excerpt of triangles (T, 3) of a mesh, given by their corners."""
+        """Make an excerpt of a mesh with these triangles. `corners` (T, 3) are indices of the mesh's vertices."""
         numbers, local = numbered(corners, len(vertices.grid))
         merged = vertices.merged[numbers]
         if (merged != numbers).any():
@@ -50,7 +50,7 @@ class Excerpt:
         return cls(replace(vertices, merged=merged, **rows), numbers, local)
 
     def in_mesh(self, corners: Numbers, added: Added, vertices: int) -> tuple[Numbers, Added]:
-        """Convert corners to indices of the mesh's vertices. The mesh has `vertices` vertices; added vertices follow
-        the vertices of the mesh."""
+        """Convert `corners`, and the sources of the added vertices, from indices in this excerpt to indices in the
+        mesh. The mesh has `vertices` vertices, and the added vertices follow them."""
         numbers = np.concatenate([self.numbers, np.arange(vertices, vertices + len(added.sources), dtype=np.uint32)])
         return numbers[corners], replace(added, sources=self.numbers[added.sources].astype(np.int64))

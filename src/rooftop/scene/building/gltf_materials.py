@@ -110,7 +110,8 @@ class GltfMaterials:
 
 
 def _base_color(described: Document) -> tuple[list[float], Document | None]:
-    """Return the factor of the base colour, and the JSON object that names its texture, or None."""
+    """Return the base colour factor of a glTF material, and the JSON object that names its base colour texture, or None
+    without a texture."""
     older = described.get("extensions", {}).get("KHR_materials_pbrSpecularGlossiness")
     if older is not None:
         return older.get("diffuseFactor", [1.0] * 4), older.get("diffuseTexture")

@@ -76,7 +76,8 @@ def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[Pa
 
 
 def _parts(path: Path) -> tuple[Document, tuple[int, int]]:
-    """Read the JSON, and the offset and length of a GLB's binary chunk. The chunk itself is read only if needed."""
+    """Read the JSON of a glTF file, and the offset and length of a GLB's binary chunk in bytes; (0, 0) without a chunk.
+    The chunk itself is read only if needed."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(12)
@@ -118,7 +119,7 @@ def _refuse_extensions(document: Document, path: Path) -> None:
 
 
 class _Plain:
-    """A glTF document, which the methods convert to the simple form step by step."""
+    """A glTF document, which the methods convert step by step to the simple form that the module describes."""
 
     def __init__(self, document: Document, binary: tuple[int, int], path: Path) -> None:
         self._document, self._binary, self._path = document, binary, path
@@ -185,8 +186,8 @@ class _Plain:
         return mesh | {"primitives": primitives}
 
     def made(self) -> bytes | None:
-        """Convert the meshes, and return the document as a GLB; None if nothing had to change. Warn of parts and scenes
-        that are ignored."""
+        """Convert all meshes, and return the whole document as the bytes of a GLB. None if the original file can be
+        read as it is. Warn of points, lines and scenes that are ignored."""
         if self._scenes > 1:
             warnings.warn(f"{self._path}: only the default one of its {self._scenes} scenes is read", stacklevel=4)
         left_out: dict[str, int] = {}
@@ -256,7 +257,8 @@ class _Plain:
     # ---- values
 
     def _numbers(self, number: int) -> Array:
-        """The numbers (count, width) that an accessor represents."""
+        """Return the values (count, width) of accessor `number`. Normalized integers become fractions of the greatest
+        integer."""
         accessor = self._accessor(number)
         return _floats(self._values(accessor), bool(accessor.get("normalized")))
 

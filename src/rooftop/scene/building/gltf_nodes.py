@@ -154,7 +154,7 @@ def posed(
     attributes, found = primitive["attributes"], dict[str, Array]()
 
     def before(name: str) -> Array:
-        """The values of an attribute so far."""
+        """Return an attribute's values after the morph targets that were applied so far."""
         return found[name] if name in found else values(attributes[name]).astype(np.float64)
 
     for weight, target in zip(placed.weights, primitive.get("targets", ()), strict=False):

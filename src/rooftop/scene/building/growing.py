@@ -109,7 +109,8 @@ def _triangles_around(corners: Any, vertices: Any) -> Any:
 
 @helper
 def _middles(corners: Any, points: Any) -> Any:
-    """The middle of each triangle, and the radius that a full cluster has if its triangles have the mean area."""
+    """Return the middle of each triangle, and the approximate radius of a full cluster of triangles of the mean
+    area."""
     middles = np.empty(corners.shape, np.float64)
     area = 0.0
     edges = np.empty((2, 3))
@@ -135,7 +136,8 @@ def _squared(middles: Any, triangle: Any, x: Any, y: Any, z: Any) -> Any:
 
 @helper
 def _nearest_of_all(middles: Any, emitted: Any, x: Any, y: Any, z: Any) -> Any:
-    """The nearest triangle that is in no cluster yet, and its squared distance."""
+    """Return the triangle that is in no cluster yet and whose middle is nearest to the point (x, y, z), and the squared
+    distance."""
     best, nearest = NONE, np.inf
     for triangle in range(len(middles)):
         distance = _squared(middles, triangle, x, y, z)
@@ -149,8 +151,9 @@ def _add_seeds(
     seeds: Any, seed_count: Any, emitted: Any, own: Any, first: Any, corners: Any, offsets: Any, live: Any,
     around: Any, middles: Any, low: Any,
 ) -> Any:  # fmt: skip
-    """Drop the seeds that are in a cluster by now. Then add at most NEW_SEEDS triangles beside a finished cluster,
-    preferably those with the fewest remaining triangles around them. Return the number of seeds."""
+    """Drop the seeds (possible first triangles of the next cluster) that are in a cluster by now. Then add at most
+    NEW_SEEDS triangles next to the finished cluster with the vertices `own`, preferably those with the fewest
+    unclustered triangles around them. Return the new number of seeds."""
     kept = 0
     for at in range(seed_count):
         if not emitted[seeds[at]]:
@@ -184,7 +187,8 @@ def _add_seeds(
 
 @helper
 def _best_seed(seeds: Any, seed_count: Any, corners: Any, live: Any, middles: Any, low: Any) -> Any:
-    """The seed with the fewest remaining triangles around it; on a tie, the nearest to the piece's lowest corner."""
+    """Return the seed (possible first triangle of the next cluster) with the fewest unclustered triangles around it. On
+    a tie, return the nearest to the piece's lowest corner."""
     best, fewest, nearest = NONE, MANY, np.inf
     for at in range(seed_count):
         seed = seeds[at]

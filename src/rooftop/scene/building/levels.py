@@ -74,7 +74,7 @@ class Front:
     tries: Ints
 
     def part(self, chosen: Ints) -> Front:
-        """A front of some of these clusters; `chosen` has their indices in this front, in order."""
+        """Return a front of only the clusters with the indices `chosen` in this front, in this order."""
         starts = starts_of(self.triangles)[:-1]
         rows = taken(starts[chosen], self.triangles[chosen])
         return Front(self.corners[rows], self.triangles[chosen], self.numbers[chosen], self.tries[chosen])
@@ -400,8 +400,8 @@ class _Levels:
         self._progress(what, self._told)
 
     def _fraction(self, left: int, total: int) -> float:
-        """The finished fraction of the whole build when the front has `left` clusters. `total` is the number of
-        clusters of the first front."""
+        """Estimate the finished share (0 to 1) of the whole build when the current front has `left` clusters. `total`
+        is the number of clusters of the first front."""
         return 1 - (1 - CUTTING) * left / total
 
     def _grouped(self, front: Front, team: Team) -> Ints:
@@ -531,8 +531,8 @@ class _Levels:
 
 
 class _Fraction:
-    """A function to call each time one of `items` items is finished. It then calls `told` with the fraction of the
-    items that are finished."""
+    """A callback that counts finished items: after each call, it calls `told` with the finished share (0 to 1) of all
+    `items` items."""
 
     def __init__(self, items: int, told: Callable[[float], None]) -> None:
         self.items, self.told, self.done = items, told, 0

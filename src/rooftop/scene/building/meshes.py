@@ -257,7 +257,8 @@ def column_bounds(values: npt.NDArray[Any], workers: Workers = ALONE) -> tuple[n
 def _rounded(
     values: Floats, origin: Floats, step: float, used: npt.NDArray[np.bool_], workers: Workers
 ) -> npt.NDArray[np.int32]:
-    """Round (V, K) to whole steps from the origin; unused vertices become 0."""
+    """Convert values (V, K) to their distances from the origin in steps, rounded to integers; unused vertices become
+    0."""
     found = np.zeros(values.shape, np.int32)
 
     def round_to(rows: slice) -> None:
@@ -269,8 +270,8 @@ def _rounded(
 
 
 def _octahedral(directions: Floats, used: npt.NDArray[np.bool_], workers: Workers) -> npt.NDArray[np.int32]:
-    """Encode directions of any length as octahedral (V, 2). Directions of unused vertices, which may be NaN, count as
-    (1, 1, 1)."""
+    """Encode directions of any length as points (V, 2) on an unfolded octahedron. Directions of unused vertices, which
+    may be NaN, count as (1, 1, 1)."""
     found = np.empty((len(directions), 2), np.int32)
 
     def turn(rows: slice) -> None:
@@ -291,7 +292,7 @@ def _numbers(name: str, values: npt.ArrayLike, width: int, count: int | None = N
 
 
 def _colors(values: npt.ArrayLike, used: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Convert colours to (V, 3), 0 to 255."""
+    """Convert vertex colours, floats from 0 to 1 or uint8, to int32 (V, 3) from 0 to 255."""
     array = host_array(values)
     colors = _numbers("colors", array, 3, len(used))
     if array.dtype == np.uint8:
@@ -374,7 +375,8 @@ def _grid_exponent(
 
 
 def _edges_of_small(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
-    """For each of these faces that is no needle (see NEEDLE), the length of its shortest edge."""
+    """Return the length of the shortest edge of each of these faces. Faces that are needles (see NEEDLE) are left
+    out."""
     corners = points[faces]
     edges = np.roll(corners, -1, 1) - corners
     lengths = np.linalg.norm(edges, axis=2)
@@ -385,8 +387,9 @@ def _edges_of_small(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
 
 
 def _finer_exponent(small: Floats, largest: float) -> int | None:
-    """Choose an exponent that keeps most of the faces with these shortest edges, and is not finer than the mesh's
-    length allows. None if even the finest allowed exponent keeps none of these faces."""
+    """Choose an exponent of the grid's step at which most small faces do not collapse. `small` has the shortest edge of
+    each small face. The mesh's largest extent `largest` limits how fine the step may be; None if even the finest step
+    keeps none of these faces."""
     least = max(math.ceil(math.log2(largest / MOST_STEPS)), math.ceil(math.log2(SMALLEST)))
     kept = small[small > 2 * math.ldexp(1.0, least)]
     if not len(kept):

@@ -64,8 +64,8 @@ def plain_obj(content: bytes, name: str) -> bytes:
 
 
 def brightest(content: bytes) -> float | None:
-    """The largest colour value of a file's vertices; None if no vertex has six numbers (position and colour), or if a
-    vertex with six words has other words than numbers."""
+    """Return the largest colour value of an OBJ file's vertices. None if no vertex line has six words (position and
+    colour), or if one of these words is not a number."""
     colors = _COLORED.findall(b"\n" + content)
     try:
         return float(np.array(b" ".join(colors).split(), dtype=np.float64).max()) if colors else None
@@ -74,7 +74,8 @@ def brightest(content: bytes) -> float | None:
 
 
 def _is_plain(text: bytes) -> bool:
-    """Whether a text that begins with a line feed is in simple form. The checks are chosen for speed on large texts."""
+    """Whether an OBJ text that begins with a line feed is in the simple form that the module describes. The checks are
+    chosen for speed on large texts."""
     if any(mark in text for mark in _MARKS_OF_OTHERS) or (b"\r" in text and _LONE_RETURN.search(text)):
         return False
     if (b"\n " in text and _INDENTED.search(text)) or _BACKWARD.search(text):
@@ -171,7 +172,8 @@ def _numbers(words: list[str], line: int, name: str) -> list[float]:
 
 
 def _absolute(corner: str, counts: dict[str, int], line: int, name: str) -> str:
-    """Convert `v/vt/vn` to indices counted from the beginning."""
+    """Convert a face's corner `v/vt/vn` with negative indices, which count back from this line, to indices that count
+    from the beginning of the file."""
     parts = []
     for part, kind in zip(corner.split("/"), counts, strict=False):
         try:

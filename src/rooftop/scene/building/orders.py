@@ -65,7 +65,7 @@ def ordering(points: npt.NDArray[Any], faces: npt.NDArray[np.uint32], ordered: n
         rows[first[parts[order]] + np.arange(len(order))] = order + piece.start
 
     def sort(piece: slice) -> None:
-        """Sort the parts that begin in this piece of the rows."""
+        """Sort, by Morton code, the faces of each part (range of codes) whose rows begin in this slice of all rows."""
         starts = starts_of(counts.sum(0))
         begin, end = starts[np.searchsorted(starts, [piece.start, piece.stop])]
         own = rows[begin:end]

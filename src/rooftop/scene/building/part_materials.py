@@ -30,6 +30,6 @@ class PartMaterial:
     see_through: str = ""
 
     def placed(self, uv: Floats) -> Floats:
-        """Apply the placing to the coordinates (V, 2) of a part."""
+        """Apply the material's texture transform `placing` to texture coordinates (V, 2)."""
         matrix = np.array(self.placing)
         return uv if self.placing == AS_IT_IS else uv @ matrix[:, :2].T + matrix[:, 2]

@@ -35,8 +35,8 @@ class Added:
 
     @classmethod
     def joined(cls, several: list[Added]) -> Added:
-        """Concatenate the added vertices of several batches. Places are renumbered, so that places of different batches
-        stay different."""
+        """Concatenate the added vertices of several batches of triangles. Renumber their places, so that vertices of
+        different batches never share a place."""
         first = starts_of([int(each.places.max(initial=-1)) + 1 for each in several])
         return cls(
             np.concatenate([each.sources for each in several]),

@@ -111,7 +111,7 @@ def read_ply_points(path: Path) -> Array:
 
 
 def _values(path: Path) -> tuple[Values, str | None]:
-    """The values of a file, and the name of its texture, or None."""
+    """Read a PLY file: return the values of its elements, and the name of its texture image, or None."""
     data = np.fromfile(path, np.uint8)
     order, elements, image, begin = _header(data[:MOST_HEADER_BYTES].tobytes(), path)
     is_text = not order
@@ -199,7 +199,8 @@ def _too_short(path: Path, element: _Element, row: int) -> InputError:
 
 
 def _lengths(data: Array, begin: int, element: _Element) -> list[int]:
-    """The number of values of each property in the first row of an element; 1 beyond the end of the file."""
+    """Return how many values each property has in the first row of an element: the length of a list, and 1 for other
+    properties and beyond the end of the file."""
     found = []
     for each in element.properties:
         count = 1
@@ -292,7 +293,8 @@ def _walk_numbers(numbers: Any, at: Any, has_count: Any, starts: Any, counts: An
 
 
 def _typed(numbers: Array, starts: Ints, counts: Ints, described: _Property, path: Path) -> Array:
-    """The values of a property in a text, in the property's dtype."""
+    """Select the values of a property from all numbers of a text file. Values of an integer property are checked, and
+    converted to its dtype."""
     before = np.cumsum(counts) - counts
     values = numbers[np.repeat(starts - before, counts) + np.arange(counts.sum())]
     if described.dtype.kind == "f":

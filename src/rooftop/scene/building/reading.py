@@ -193,7 +193,7 @@ def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[
     found = materials_of_obj(text, path, textures)
 
     class Names(trimesh.resolvers.FilePathResolver):  # type: ignore[misc, name-defined]
-        """Replaces .mtl files by texts that contain only the names of the materials."""
+        """Replaces each .mtl file that trimesh asks for by a text that contains only the names of the materials."""
 
         def get(self, name: str) -> bytes:
             if found is None:
@@ -239,15 +239,15 @@ def _material_name(part: Any) -> str:
 
 
 def _faces(at: Floats, part: Any) -> npt.NDArray[np.int64]:
-    """The faces of a part. If the part is mirrored, the faces are reversed, because otherwise they would show their
-    backs."""
+    """Return the corners of a scene part's faces. If the transform `at` mirrors the part, the order of corners is
+    reversed, because otherwise the faces would show their backs."""
     faces: npt.NDArray[np.int64] = np.asarray(part.faces, np.int64)
     return faces[:, ::-1] if np.linalg.det(at[:3, :3]) < 0 else faces
 
 
 def _normals(at: Floats, part: Any) -> Floats:
-    """Transform normals by the transposed inverse. A part that is scaled flat, which has no inverse, keeps its
-    normals."""
+    """Transform a scene part's normals by the inverse transpose of `at`. If `at` flattens the part, there is no
+    inverse, and the normals stay unchanged."""
     normals = np.asarray(part.vertex_normals, np.float64)
     linear = at[:3, :3]
     if abs(np.linalg.det(linear)) < np.finfo(np.float64).tiny:

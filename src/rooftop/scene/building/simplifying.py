@@ -147,7 +147,7 @@ def _thinned(
 
 
 def without_flat(vertices: Vertices, corners: Corners) -> Corners:
-    """Keep only triangles whose three corners are at different places."""
+    """Keep only triangles whose three corners have different positions."""
     return corners[~repeats(vertices.place[corners])]
 
 
@@ -159,7 +159,8 @@ def _target(triangles: int, vertices: int) -> int:
 
 
 def _shrunk(kept: Corners, before: int) -> bool:
-    """Whether few enough triangles are left, or no more than fit into one cluster."""
+    """Whether simplification succeeded: a group with `before` triangles has at most the share SHRUNK of them left, or
+    no more than fit into one cluster. `kept` are the remaining triangles."""
     if 0 < len(kept) <= SHRUNK * before:
         return True
     fits = 0 < len(kept) <= layouts.MAX_TRIANGLES

@@ -109,7 +109,8 @@ class LooseParts:
 
     @cached_property
     def _own(self) -> tuple[Ints, Corners]:
-        """`_of` all triangles of the group."""
+        """All triangles of the group that belong to loose parts, and the part of each triangle, as returned by
+        `_of`."""
         return self._of(self._corners)
 
     @cached_property
@@ -119,8 +120,8 @@ class LooseParts:
 
     @cached_property
     def _side(self) -> int:
-        """Number of samples along the side of a picture of the group, chosen so that about HITS samples hit its
-        triangles."""
+        """Side, in samples, of the square pictures that measure how much the group covers. About HITS samples hit the
+        group's triangles."""
         grid = self._vertices.grid[self._corners].astype(np.float64)
         # computed from edges, because the box around a needle may be as wide as the needle is long
         edges = np.square(grid - np.roll(grid, 1, 1)).sum(2).max(1)
@@ -129,7 +130,7 @@ class LooseParts:
 
     @cached_property
     def _covered(self) -> int:
-        """Number of samples that the group's triangles cover in pictures of the group."""
+        """Number of samples that the group's triangles cover, summed over pictures from several sides."""
         grid = self._vertices.grid[self._corners]
         return _covered(grid, grid.min((0, 1)), grid.max((0, 1)), self._side)
 
@@ -143,7 +144,8 @@ class LooseParts:
 
     @cached_property
     def _order(self) -> Ints:
-        """Order of all parts in which neighbours of one material are adjacent."""
+        """Indices of all loose parts, sorted by material, and along Morton's curve within a material, so that
+        neighbours are adjacent."""
         return np.lexsort([morton_codes(self._shapes.centres), self._materials])
 
     def __len__(self) -> int:
@@ -178,8 +180,8 @@ class LooseParts:
         return Pairs(kept, gone, float(errors.max(initial=0.0)))
 
     def missing(self, left: Corners) -> float:
-        """The total area of the loose parts that have no triangle in `left`, as a share of the area of all loose
-        parts."""
+        """Compute the share (0 to 1) of the loose parts' total area that belongs to parts without any triangle in
+        `left`."""
         areas = self._shapes.areas
         there = np.zeros(len(self), bool)
         there[self._of(left)[0]] = True
@@ -191,13 +193,13 @@ class LooseParts:
         return float(self._shapes.widths.min()) > LARGE_PARTS * error
 
     def without(self, corners: Corners, pairs: Pairs) -> Corners:
-        """Drop the triangles of the parts `pairs.gone`."""
+        """Drop the triangles that belong to the removed parts `pairs.gone` from the triangles `corners`."""
         gone = np.zeros(len(self) + 1, bool)  # the last entry stands for triangles that belong to no loose part
         gone[pairs.gone] = True
         return corners[~gone[self._numbers(corners)]]
 
     def remain(self, left: Corners) -> bool:
-        """Whether any triangle in `left` belongs to a loose part."""
+        """Whether any of the remaining triangles `left` belongs to a loose part."""
         return bool((self._numbers(left) >= 0).any())
 
     def thinned(self, left: Corners, error: float, pairs: Pairs) -> Thinned:
@@ -262,8 +264,8 @@ class LooseParts:
         return Thinned(corners[stays], error, Added(used.astype(np.int64), grown, places))
 
     def _shared(self, areas: Floats, lost: npt.NDArray[np.bool_], there: npt.NDArray[np.bool_]) -> Floats:
-        """Distribute the areas of lost parts over the remaining parts of the same material, in proportion to the
-        remaining parts' areas."""
+        """Distribute the areas of the parts `lost` over the remaining parts `there`, in proportion to their areas. Only
+        parts of the same material get a share, or all parts if none of this material remains. Return the new areas."""
         areas = areas.copy()
         for material in np.unique(self._materials[lost]).tolist():
             own = lost & (self._materials == material)
@@ -306,7 +308,7 @@ class _Shapes:
 
     @classmethod
     def of(cls, grid: npt.NDArray[Any], numbers: Ints, count: int) -> _Shapes:
-        """Measure parts from triangles (T, 3, 3), each with the number of its part."""
+        """Measure `count` parts from their triangles (T, 3, 3); `numbers` has the part of each triangle."""
         first, second, third = (grid[:, corner].astype(np.float64) for corner in range(3))
         (ax, ay, az), (bx, by, bz) = (second - first).T, (third - first).T
         areas = np.sqrt((ay * bz - az * by) ** 2 + (az * bx - ax * bz) ** 2 + (ax * by - ay * bx) ** 2) / 2
@@ -335,7 +337,8 @@ class _Shapes:
         return found
 
     def scaled(self, points: Floats, parts: Ints, along: Floats, across: Floats) -> Floats:
-        """Scale points of parts from the part's centre, along its axis and across it."""
+        """Scale points (N, 3) of parts relative to the centre of each part: by `along` in the direction of the part's
+        axis, by `across` at right angles to it."""
         away = points - self.centres[parts]
         axes = self.axes[parts]
         lengths = np.einsum("ij,ij->i", away, axes) * (along - across)[parts]
@@ -351,8 +354,8 @@ def _most(values: Floats, numbers: Ints, count: int) -> Floats:
 
 
 def _growth(ratios: Floats, slenderness: Floats) -> tuple[Floats, Floats]:
-    """Growth factors of lengths and widths for these factors of area: only the width grows until it equals the
-    length."""
+    """Split the factors by which the areas of parts grow into factors of length and of width. Only the width grows
+    until it equals the length."""
     ratios = np.clip(ratios, 1 / MOST_GROWTH, MOST_GROWTH)
     along = np.sqrt(np.maximum(ratios / slenderness, 1.0))
     return along, ratios / along
@@ -386,15 +389,16 @@ class _Room:
 
     @classmethod
     def of(cls, group: npt.NDArray[np.int32], points: Floats, parts: Ints, count: int) -> _Room:
-        """Measure a group's points (G, 3), and the points (N, 3) of parts that will grow, before they grow."""
+        """Measure the space of a group from its points (G, 3), and the largest allowed sizes of parts from their points
+        (N, 3) before they grow."""
         low, high = group.min(0).astype(np.float64), group.max(0).astype(np.float64)
         radius = float(np.sqrt(((group - (low + high) / 2) ** 2).sum(1).max()))
         least, most = _boxes(points, parts, count)
         return cls((low + high) / 2, (high - low) / 2, radius, parts, np.maximum(most - least, (high - low) / 2))
 
     def covered(self, side: int, *triangles: npt.NDArray[Any]) -> int:
-        """Draw the group's triangles (T, 3, 3) from several sides; return how many samples of these pictures they
-        cover."""
+        """Count the samples that triangles (T, 3, 3) cover in pictures of the group's box from several sides, each of
+        `side` x `side` samples."""
         return _covered(np.concatenate(triangles), self.middle - self.half, self.middle + self.half, side)
 
     def holds(self, points: Floats) -> Floats:
@@ -461,7 +465,8 @@ _FRAMES = _frames()
 
 
 def _boxes(points: Floats, parts: Ints, count: int) -> tuple[Floats, Floats]:
-    """The lowest and highest corners of the boxes around parts."""
+    """Return the lowest and the highest corners (count, 3) of the boxes around parts. `parts` has the part of each
+    point."""
     least, most = np.full((count, 3), LARGE), np.full((count, 3), -LARGE)
     np.minimum.at(least, parts, points)
     np.maximum.at(most, parts, points)

@@ -52,9 +52,8 @@ def _centers(items: Words) -> npt.NDArray[np.float32]:
 
 
 def _packed(items: Words, nodes: list[Words]) -> Words:
-    """Create nodes over consecutive items, and append them to `nodes`; return the entries of the new nodes as items for
-    the next level.
-    """
+    """Create tree nodes over consecutive items, and append the nodes to `nodes`. Return an entry for each new node, as
+    the items of the next higher tree level."""
     many = -(-len(items) // layouts.NODE_CHILDREN)
     made = np.zeros((many * layouts.NODE_CHILDREN, layouts.CHILD_WORDS), np.uint32)
     made[: len(items)] = items

@@ -56,7 +56,7 @@ _DONE, _RESULT, _ERROR = range(3)
 
 @dataclass(frozen=True)
 class Workers:
-    """The maximum number of working processes; see `run`."""
+    """The maximum number of processes that work in parallel; see `run`."""
 
     count: int
 
@@ -109,7 +109,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class _WithoutState:
-    """Wrap a function of an item so that it accepts a state and an item."""
+    """Wrap a function of an item so that it also accepts a state, which it ignores."""
 
     work: Callable[[Any], Any]
 
@@ -225,8 +225,8 @@ class Team:
         self, stages: Sequence[tuple[Call, Sequence[Any]]], count: int, state: Any, what: str,
         done: Callable[[int], None] | None,
     ) -> list[Any]:  # fmt: skip
-        """Run the stages on the existing processes if these are `count` or more and know all functions of the stages;
-        if not, on `count` new processes."""
+        """Run the stages in parallel. If the team has at least `count` processes that know all functions of the stages,
+        use these; if not, fork `count` new processes."""
         new = [work for work, _ in stages if work not in self._calls]
         inherited = None  # data that newly forked processes already have
         if new or self._processes is None or self._processes.count < count:
@@ -265,7 +265,7 @@ class _Worker(NamedTuple):
 
 
 class _Processes:
-    """The processes of a team."""
+    """The forked worker processes of a team, with the pipes to and from them."""
 
     def __init__(self, calls: Sequence[Call], count: int, inherited: tuple[list[Sequence[Any]], Any]) -> None:
         self.calls, self.count = calls, count
@@ -316,7 +316,7 @@ class _Processes:
                     found(number, value)
 
     def end(self) -> None:
-        """End all processes, whatever they are doing."""
+        """Kill all worker processes, even in the middle of an item, and close the pipes."""
         for worker in self.workers.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.process, signal.SIGKILL)
@@ -361,7 +361,7 @@ class _Processes:
             os._exit(0)  # no cleanup, because the parent cleans up its own objects
 
     def _work(self, commands: int, results: int) -> None:
-        """Run a worker's loop until its parent exits or ends it."""
+        """Run the loop of a worker process until the parent process exits or kills the worker."""
         try:
             while command := os.read(commands, COMMAND.size):
                 call, stage, *place = COMMAND.unpack(command)
@@ -404,7 +404,8 @@ class _Mail:
     """
 
     def __init__(self, inherited: Any) -> None:
-        """`inherited` is the first content, which workers have had since they were forked."""
+        """`inherited` is the data of the first run, its items and state, which workers have had since they were
+        forked."""
         self.place = (0, 0, 0)
         self.open = True
         self._content = inherited
@@ -412,11 +413,11 @@ class _Mail:
         self._file = os.memfd_create("rooftop scene build")
 
     def forget(self) -> None:
-        """In the parent, drop the content, which only workers need."""
+        """In the parent process, drop the data of the first run, which only workers need."""
         self._content = None
 
     def post(self, content: Any) -> None:
-        """In the parent, replace the content. Each array is copied once."""
+        """In the parent process, write new data for the workers to the shared memory. Each array is copied once."""
         arrays: list[pickle.PickleBuffer] = []
         body = pickle.dumps(content, protocol=5, buffer_callback=arrays.append)
         views = [array.raw() for array in arrays]
@@ -428,7 +429,8 @@ class _Mail:
         self.place = (self.place[0] + 1, ends[-1], len(described))
 
     def content(self, place: Sequence[int]) -> Any:
-        """In a worker, return the content. Its arrays are read-only."""
+        """In a worker process, return the data that the parent wrote to the shared memory at `place`. Its arrays are
+        read-only."""
         number, at, size = place
         if number != self._read:
             self._content, self._read = None, number
@@ -451,7 +453,8 @@ def _run(items: Sequence[Any]) -> int:
 
 
 def _send(results: int, kind: int, number: int, value: Any) -> None:
-    """Send data through a pipe: first the pickled data without arrays, then the bytes of the arrays."""
+    """Send a value through the pipe `results`: first the pickled value without its arrays, then the bytes of the
+    arrays."""
     arrays: list[pickle.PickleBuffer] = []
     body = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
     views = [array.raw() for array in arrays]

@@ -130,7 +130,7 @@ def _page_plan(hierarchy: Hierarchy, normals: bool, uv: bool) -> tuple[_Order, I
 
 
 def _replaces(heads: Words) -> npt.NDArray[np.bool_]:
-    """Whether each cluster replaces a group, (C,)."""
+    """Whether each cluster replaces a group of finer clusters, (C,)."""
     return heads.view(np.int32)[:, layouts.CLUSTER_SOURCE] >= 0
 
 
@@ -221,8 +221,8 @@ def _page(
     hierarchy: Hierarchy, groups: Ints, counts: Ints, first_group: int, clusters: Ints, first_cluster: int,
     has: tuple[bool, bool],
 ) -> Words:  # fmt: skip
-    """Build the 32-bit words of a page. Those of the streams stay 0. `has` says whether the mesh has normals, and
-    whether it has uv."""
+    """Build a page as 32-bit words. The words of the clusters' streams stay 0. `has` says whether the mesh has normals,
+    and whether it has uv."""
     lengths = hierarchy.lengths[clusters]
     rows = hierarchy.heads[clusters]
     replaces = bool(_replaces(rows).any())
@@ -247,7 +247,8 @@ def _page(
 def _nodes(
     hierarchy: Hierarchy, order: _Order, counts: Ints, page_of_group: Ints, pages: list[tuple[int, int]], step: float
 ) -> tuple[Words, int]:
-    """Build the tree over the groups: return its nodes, and the number of nodes on the longest path."""
+    """Build the tree over the groups of clusters: return its nodes, and the number of nodes on the longest path from
+    the root."""
     starts = starts_of(counts)[:-1]
     heads = hierarchy.heads[order.clusters]
     base = heads.view(np.int32)[:, layouts.CLUSTER_BASE : layouts.CLUSTER_BASE + 3].astype(np.float64)

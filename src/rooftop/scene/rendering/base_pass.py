@@ -53,7 +53,7 @@ def to_world(resident: Resident, instance: wp.int32, normal: wp.vec3):
 
 @wp.func
 def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """A vector, of any length, along the normal of a triangle; 0 if the triangle has no area."""
+    """A normal vector of a triangle, not scaled to length 1; 0 if the triangle has no area."""
     longest = longest_side(a, b, c)
     if longest == 0.0:
         return wp.vec3()
@@ -78,7 +78,8 @@ def surface_normal(resident: Resident, hit: Hit, flat: wp.vec3):
 
 @wp.func
 def palette(number: wp.int32):
-    """A light colour for each number: hues step by the golden ratio around the circle; 0 is nearly white."""
+    """Return a pale colour for a number. From number to number, the hue turns by the golden ratio of a circle; the
+    colour of 0 is nearly white."""
     if number == 0:
         return wp.vec3(0.86, 0.85, 0.82)
     hue = 6.0 * wp.frac(0.6180339887 * wp.float32(number))
@@ -113,7 +114,7 @@ def toward_camera(views: Views, place: wp.vec3i):
 
 @wp.func
 def light_on(resident: Resident, lights: Lights, targets: Targets, texel: wp.int32, hit: Hit, n: wp.vec3):
-    """Sum all lights, with their shadows, on a pixel's surface."""
+    """The light (red, green and blue) that all lights, with their shadows, cast on the surface seen at a pixel."""
     total = wp.vec3()
     point = point_of(resident, hit.instance, point_on(hit))
     for light in range(lights.kind.shape[0]):

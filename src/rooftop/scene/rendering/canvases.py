@@ -54,8 +54,8 @@ class Canvas:
 
     @cached_property
     def tiled_texels(self) -> int:
-        """Number of threads for the cameras' pixels: whole squares of 16 x 16 threads if `same` is not 0; if it is 0,
-        one thread for each pixel."""
+        """Number of threads that process the cameras' pixels. If `same` is not 0, these are whole squares of 16 x 16
+        threads; if it is 0, one thread for each pixel."""
         return self._squares * 256 if self.same else self.camera_texels
 
     @property
@@ -86,8 +86,8 @@ class Canvas:
 
     @property
     def hzb_steps(self) -> list[tuple[int, int]]:
-        """For each launch, the pair of levels that it computes: a level and the next one; the last level twice if there
-        is no next level."""
+        """For each launch that builds hierarchical z, the two levels that it computes: a level and the next one. If
+        there is no next level, both are the last level."""
         return [(level, min(level + 1, self.levels - 1)) for level in range(1, self.levels, 2)]
 
     @cached_property

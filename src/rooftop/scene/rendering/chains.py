@@ -22,7 +22,8 @@ MOST_TEXELS = 2**27  # maximum number of texels (8 bytes each) of all cached cha
 
 @dataclass
 class Chain:
-    """The views, the working memory and the outputs of one chain of launches."""
+    """The views, the working memory and the cached outputs of a chain, which is the sequence of kernel launches that
+    draws a set of views."""
 
     inputs: Inputs
     memory: FrameMemory
@@ -88,14 +89,13 @@ class Chains:
         return chain
 
     def widen(self, chain: Chain, room: Mapping[str, int]) -> None:
-        """Increase the capacities of a chain's lists. Chains that are created later start with the increased
-        capacities.
-        """
+        """Give the lists in a chain's working memory the larger capacities `room`. Chains that are created later start
+        with the same capacities."""
         chain.memory = chain.memory.with_room(room)
         self._room = room
 
     def settle(self, chain: Chain) -> None:
-        """End a frame: from now on, the frame's depths are the depths of the previous frame."""
+        """End a frame that `chain` drew: its depths become the previous frame's depths for the next frame."""
         chain.memory.turn_over()
         self._settled = self._depths
 

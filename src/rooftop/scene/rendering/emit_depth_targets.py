@@ -59,7 +59,8 @@ class Hit:
 
 @wp.func
 def ray(views: Views, place: wp.vec3i):
-    """The ray of a pixel (view, row, column), as the vector from the eye to depth 1."""
+    """The ray through a pixel (view, row, column), in view coordinates: the vector from the eye to the ray's point at
+    depth 1."""
     view = place[0]
     return wp.vec3(
         (wp.float32(place[2]) - views.lens[view, LENS_CX]) / views.lens[view, LENS_FX],

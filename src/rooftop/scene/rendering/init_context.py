@@ -82,8 +82,8 @@ def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.arra
 def put_instances(
     resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), stride: wp.int32
 ):
-    """Write every instance that has changed. `origins` are the origins of the meshes, to which positions are
-    relative."""
+    """Copy the changed instances from the rows of `sent` to the tensors of `resident`. `origins` are the origins of the
+    meshes, to which positions are relative."""
     for i in range(wp.tid(), wp.int32(sent[0, COUNT]), stride):
         put(resident, origins, sent, i + 1)
 

@@ -21,8 +21,8 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 @wp.func
 def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), counter: wp.int32, item: wp.int64):
-    """Append an item to the list `items`. `counter` is the index in `counters` of the list's length. If the list is
-    full, the item is only counted."""
+    """Append an item to the list `items`, whose length is `counters[counter]`. If the list is full, the length grows,
+    but the item is not stored."""
     at = wp.atomic_add(counters, counter, 1)
     if at < items.shape[0]:
         items[at] = item
@@ -58,8 +58,8 @@ def what_of(item: wp.int64):
 
 @wp.func
 def hidden_before(views_before: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether a box of the mesh, in its previous position, was behind surfaces of the previous frame. False in a shadow
-    map, which has no previous frame."""
+    """Whether a box around a part of a mesh, in the instance's previous position, was behind surfaces of the previous
+    frame. False in a shadow map, which has no previous frame."""
     if pair // frame.instances >= frame.cameras:
         return False
     at = transformed(frame.before, pair, center)
@@ -119,7 +119,8 @@ def cull_instances(
 
 @wp.func
 def ask_instances_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
-    """Test hidden instances again in the second pass; `level_cull.ask_again` calls this."""
+    """Test again, in the second pass, the instances that the first pass found hidden. Visible instances add the root of
+    their mesh's tree to the nodes of the second pass. `level_cull.ask_again` calls this."""
     count = wp.min(frame.counters[HIDDEN_INSTANCES], frame.hidden_instances.shape[0])
     for i in range(thread, count, stride):
         pair = pair_of(frame.hidden_instances[i])

@@ -166,8 +166,8 @@ def cull_nodes(
 
 @wp.func
 def ask_children_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
-    """Test again the children that the first pass found hidden; children that are nodes join the roots of the second
-    pass."""
+    """Test again, in the second pass, the children of tree nodes that the first pass found hidden. Visible children
+    that are nodes join the roots of the second pass."""
     count = wp.min(frame.counters[HIDDEN_CHILDREN], frame.hidden_children.shape[0])
     for i in range(thread, count, stride):
         pair = pair_of(frame.hidden_children[i])
@@ -290,8 +290,8 @@ def ask_clusters_again(resident: Resident, views: Views, frame: Frame, thread: w
 
 @wp.kernel
 def ask_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
-    """Begin the second pass: test all items that the first pass set aside. One launch suffices, because no list depends
-    on another."""
+    """Begin the second pass: test again all instances, children of tree nodes and clusters that the first pass found
+    hidden. One launch suffices, because these three lists do not depend on one another."""
     ask_instances_again(resident, views, frame, wp.tid(), stride)
     ask_children_again(resident, views, frame, wp.tid(), stride)
     ask_clusters_again(resident, views, frame, wp.tid(), stride)

@@ -122,7 +122,8 @@ class FrameMemory:
             setattr(self.frame, name, wp.from_torch(tensor))
 
     def clear(self) -> None:
-        """Clear the counters and pictures for a frame."""
+        """Set the frame's counters, the visibility buffer, and the triangle counts of the pixels to 0, before a frame
+        is drawn."""
         self._zeros.zero_()
 
     def clear_queue(self) -> None:
@@ -148,7 +149,7 @@ class FrameMemory:
         self.tensors["hzb_before"].copy_(self.tensors["hzb"])
 
     def with_room(self, room: Mapping[str, int]) -> FrameMemory:
-        """Make new memory for the same frame, with lists of these capacities."""
+        """Make new working memory for the same frame, whose lists have the capacities `room`."""
         depths = self.tensors["hzb_before"]
         memory = FrameMemory(self.places, self.canvas, self.fragments, room, depths, self._pictures)
         memory.frame.pixel_error = self.frame.pixel_error

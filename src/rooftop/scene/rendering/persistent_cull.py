@@ -25,7 +25,7 @@ BLOCKS_OF_GROUPS = 9  # blocks per multiprocessor for groups; these blocks do no
 
 @cache
 def source() -> str:
-    """The CUDA C++ source."""
+    """The CUDA C++ source of this module's kernels: `pieces.cu`, then `persistent_cull.cu`."""
     return with_pieces(__file__)
 
 

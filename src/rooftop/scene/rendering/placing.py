@@ -49,7 +49,8 @@ class Placed:
         self._launches = Launches(device)
 
     def update(self, instances: Instances, meshes: Meshes) -> None:
-        """Upload the instances that have changed. The transforms of the previous frame are kept."""
+        """Upload the instances that have changed to the device. Their transforms of the previous frame are kept
+        there."""
         grew = instances.count > self.places
         if grew:
             self._grow(instances.count)

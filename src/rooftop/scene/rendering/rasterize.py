@@ -125,8 +125,9 @@ def nearness(views: Views, view: wp.int32, linear: wp.float32):
 
 @wp.func
 def put(frame: Frame, texel: wp.int32, near: wp.float32, low: wp.int64):
-    """Write a pixel that a triangle covers to the visibility buffer. The nearest surface wins; among equally near
-    surfaces, the last in the order of clusters and triangles wins. `low` has the numbers of cluster and triangle."""
+    """Write a pixel that a triangle covers to the visibility buffer. `near` is the pixel's `nearness`; `low` has the
+    rank of the cluster and the number of the triangle. The nearest surface wins; among equally near surfaces, the last
+    in the order of clusters and triangles wins."""
     value = (wp.int64(wp.cast(near, wp.int32)) << DEPTH_SHIFT) | low
     if value > frame.pixels[texel]:
         wp.atomic_max(frame.pixels, texel, value)
@@ -488,7 +489,7 @@ def draw_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
 
 @wp.func
 def smaller(frame: Frame, which: wp.int32, item: wp.int64):
-    """Count the visible clusters of one pass (a sorted list) that precede a cluster of the other pass."""
+    """Count the visible clusters of pass `which`, a sorted list, that precede the cluster `item` of the other pass."""
     low = wp.int32(0)
     high = wp.min(frame.counters[which * PASS + VISIBLE], frame.visible.shape[1])
     while low < high:

@@ -18,7 +18,7 @@ BLOCKS_OF_A_MULTIPROCESSOR = 64  # more blocks than run at once, so that new blo
 
 @cache
 def source() -> str:
-    """The CUDA C++ source."""
+    """The CUDA C++ source of this module's kernels: `pieces.cu`, `records.cu`, then `rasterize_clusters.cu`."""
     return with_pieces(__file__, "records.cu")
 
 

@@ -47,7 +47,7 @@ WORDS = 16  # number of words of a record
 
 @wp.struct
 class Recorded:
-    """The fields of a record, as `read_record` returns them."""
+    """The data of a visible cluster, which `read_record` unpacks from the cluster's record."""
 
     cluster: Cluster
     pair: wp.int32

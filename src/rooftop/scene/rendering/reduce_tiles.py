@@ -16,7 +16,7 @@ THREADS = 256
 
 @cache
 def source() -> str:
-    """The CUDA C++ source."""
+    """The CUDA C++ source of this module's kernels: `pieces.cu`, then `reduce_tiles.cu`."""
     return with_pieces(__file__)
 
 

@@ -343,7 +343,8 @@ class Renderer:
             pool.load(target)
 
     def _meshes_now(self) -> Meshes:
-        """The scene's meshes on the device; if meshes were added, a new pool is created."""
+        """The scene's meshes on the device. If meshes were added since the last call, they are uploaded again; if pages
+        are streamed, a new pool of pages is created."""
         if self._meshes is None or self._meshes.count != len(self.scene.meshes):
             self._drop_pool()
             if self.pool_bytes is not None:
@@ -378,7 +379,8 @@ class Renderer:
         self.pool = self._meshes = None
 
     def _place(self, meshes: Meshes) -> Placed:
-        """Upload the instances that changed."""
+        """Upload the instances that changed since the last call. If this replaces the instances' tensors, drop the
+        captured graphs."""
         resident = self._resident
         self._placed.update(self.scene.placed, meshes)
         if self._placed.resident is not resident:
@@ -395,7 +397,8 @@ class Renderer:
         )
 
     def _draw_maps(self, numbers: tuple[int, ...], meshes: Meshes, pixel_error: float) -> None:
-        """Draw the shadow maps that do not fit into one batch with the pictures."""
+        """Draw the shadow maps with these numbers in a batch of their own, because they do not fit into one batch with
+        the cameras' pictures."""
         views = [self._shadows.views[number] for number in numbers]
         canvas = canvas_of(tuple((view.width, view.height) for view in views), 0)
         chain = self._chains.of(canvas, self._placed.places)

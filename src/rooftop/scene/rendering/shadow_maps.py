@@ -101,8 +101,8 @@ class ShadowMaps:
         return tuple(k for k, wanted in enumerate(self._wanted) if self._drawn[k] != wanted)
 
     def batches(self, due: Sequence[int], places: int, cameras: int) -> list[tuple[int, ...]]:
-        """Divide maps, in order, into batches. The maps of a batch are drawn together; those of the first batch are
-        drawn together with `cameras` cameras."""
+        """Divide the shadow maps with the numbers `due`, in order, into batches. The maps of a batch are drawn
+        together; those of the first batch are drawn together with the views of `cameras` cameras."""
         batches: list[list[int]] = [[]]
         texels, views = 0, cameras
         for number in due:
@@ -181,7 +181,7 @@ class _Staged:
         }
 
     def fits(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
-        """Whether arrays have the shapes for which this object was made."""
+        """Whether these arrays have the same shapes as the arrays for which this staging memory was made."""
         return all(array.shape == self._rows[name].shape for name, array in arrays.items())
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -252,7 +252,8 @@ class _Casters:
         return centers[there], radii[there]
 
     def _spheres(self, meshes: Meshes, instances: Instances, rows: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Spheres around instances in the world, as centres and radii; removed instances get a radius below 0."""
+        """Compute spheres around the instances `rows` in the world: centres (N, 3) and radii (N,). Removed instances
+        get a radius below 0."""
         mesh_of, transforms = instances.mesh_of[rows], instances.transforms[rows]
         center = self._boxes[mesh_of, :3] + meshes.origins[mesh_of]
         center = np.einsum("nij,nj->ni", transforms[:, :3, :3], center) + transforms[:, :3, 3]

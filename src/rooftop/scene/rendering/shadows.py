@@ -45,7 +45,8 @@ def keep_depths(
     depths: wp.array(dtype=wp.float32),
     stride: wp.int32,
 ):
-    """Store the nearest depths of newly drawn maps; the k-th view after the cameras is map which[k]."""
+    """Store the nearest depths of newly drawn shadow maps: the k-th view after the cameras' views becomes map number
+    which[k]."""
     begin = wp.int32(0)
     for number in range(which.shape[0]):
         view = frame.cameras + number
@@ -143,7 +144,8 @@ def is_free(lights: Lights, light: wp.int32, number: wp.int32, x: wp.int32, y: w
 
 @wp.func
 def share_of(lights: Lights, light: wp.int32, number: wp.int32, point: wp.vec3d):
-    """How much of the light reaches a point, interpolated between the four texels around it."""
+    """The share (0 to 1) of a light that reaches a point, interpolated between the four nearest texels of shadow map
+    `number`."""
     at = seen_from(lights, number, point)
     place = on_map(lights, number, at)
     x = wp.int32(wp.floor(place[0]))

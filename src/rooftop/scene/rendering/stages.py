@@ -256,11 +256,12 @@ class Stages:
         return self.cuda_cpp and self.memory.canvas.same > 0 and set(outputs) <= {*base_pixels.OUTPUTS, "overdraw"}
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
-        """Store the nearest depths of the drawn shadow maps; the k-th drawn map is map which[k] of `buffers.Lights`."""
+        """Store the nearest depths of the drawn shadow maps: the k-th drawn map becomes map number which[k] of
+        `buffers.Lights`."""
         self._launch(shadows.keep_depths, self.now.values, self.memory.frame, which, texel_at, depths)
 
     def _sorts(self, second: int) -> bool:
-        """Whether `sort_clusters` sorts the clusters of a pass."""
+        """Whether the kernel of `sort_clusters`, and not torch, sorts the visible clusters of a pass."""
         most = sort_clusters.MOST_OF_SECOND if second else sort_clusters.MOST
         return self.cuda_cpp and self.memory.room["visible"] <= most
 
@@ -269,15 +270,16 @@ class Stages:
         return self.resident.values, self.now.values, self.then.values
 
     def _clear_lists(self, second: int) -> None:
-        """Clear the lists that the kernels of a pass expect to be filled with EMPTY or LAST."""
+        """Before a pass, fill the queue of nodes with EMPTY if CUDA C++ is used, and the list `found` with LAST if
+        torch sorts it."""
         if self.cuda_cpp:
             self.memory.clear_queue()
         if not self._sorts(second):
             self.memory.clear_found()
 
     def _cull(self, history: int, second: int) -> None:
-        """Traverse the trees. The second pass starts from the items that the first pass set aside, and tests them
-        against the first pass's picture."""
+        """Traverse the meshes' trees to find the visible clusters. The second pass starts from the items that the first
+        pass found hidden, and tests them against the first pass's picture."""
         with self.clock.of("cull"):
             if self.cuda_cpp:
                 persistent_cull.cull(self.resident, self.now, self.then, self.memory, history, second, self.requests)

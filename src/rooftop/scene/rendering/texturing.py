@@ -84,7 +84,8 @@ def in_linear_light(value: wp.float32):
 
 @wp.func
 def parts_in_plane(step: wp.vec3, u: wp.vec3, v: wp.vec3, normal: wp.vec3):
-    """By how much a step in a triangle's plane changes the barycentric weights of the second and the third corner."""
+    """The change of the barycentric weights of a triangle's second and third corner, for a step in the triangle's
+    plane."""
     square = wp.dot(normal, normal)
     return wp.vec2(wp.dot(wp.cross(step, v), normal) / square, wp.dot(wp.cross(u, step), normal) / square)
 

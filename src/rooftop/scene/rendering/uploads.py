@@ -61,7 +61,8 @@ class Meshes:
 
 
 def _all_pages(meshes: Sequence[Geometry], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The words of all pages, concatenated, and the start of each page."""
+    """Upload all pages of all meshes: return the words of the pages, concatenated, and the index of each page's first
+    word."""
     pages = [mesh.page(number) for mesh in meshes for number in range(mesh.pages)]
     ends = np.cumsum([len(page) for page in pages], dtype=np.int64)
     # padded with zeros, because kernels may read two words that begin at the last word
@@ -88,7 +89,7 @@ def _check_depth(mesh: Geometry) -> None:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """Tensors by the names of fields of a struct in `buffers`, and that struct, which Warp's kernels accept."""
+    """A struct of `buffers`, which Warp's kernels accept, and the tensors behind the struct's fields, by field name."""
 
     tensors: dict[str, Tensor]
     values: Any
@@ -132,7 +133,8 @@ class Inputs:
     def look(
         self, frame: int, cameras: Sequence[Camera], before: Sequence[Camera], maps: Sequence[Camera] = ()
     ) -> None:
-        """Set the views of a frame: cameras, each camera's previous view, and shadow maps."""
+        """Set the views of a frame: its cameras, the same cameras in the previous frame (`before`), and its shadow
+        maps."""
         numbers = (self._matrices, self._lenses)
         if before is self._looked:
             for of_both in numbers:
@@ -160,7 +162,7 @@ def lens_of(camera: Camera) -> tuple[float, ...]:
 
 
 def _views(canvas: Canvas, pictures: Tensor, from_world: Tensor, lens: Tensor) -> Uploaded:
-    """Make `buffers.Views` on existing memory."""
+    """Make a struct `buffers.Views` of existing tensors."""
     values = buffers.Views()
     values.same = canvas.same
     return Uploaded.into(values, {"from_world": from_world, "lens": lens, "pictures": pictures})

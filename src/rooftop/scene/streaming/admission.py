@@ -70,7 +70,8 @@ COLUMNS = 6
 
 @wp.struct
 class Sizes:
-    """The sizes of a cluster's streams, computed from the cluster's head."""
+    """The numbers of triangles, vertices and references of a cluster, and the sizes of its streams, computed from its
+    head."""
 
     fits: wp.bool  # whether the sizes are within the format's limits
     kind: wp.int32  # as `Cluster.kind`

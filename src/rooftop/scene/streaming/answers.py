@@ -117,7 +117,8 @@ class RequestBuffers:
         return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 
     def use(self, first: bool = False) -> Use:
-        """Return how the frame used pages. With `first`, `Use.pixels` is that of the frame's first pass only."""
+        """Return how much the frame wanted each page (`Use.pixels`), and the ages of the pages. With `first`,
+        `Use.pixels` is that of the frame's first pass only."""
         wanted, ages = self._use.to("cpu", copy=True).numpy()
         if first:
             wanted = self.tensors["wanted_first"].to("cpu", copy=True).numpy()

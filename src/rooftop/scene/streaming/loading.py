@@ -62,7 +62,8 @@ class Arrivals:
         return len(self.pages)
 
     def chosen(self, which: Any) -> Arrivals:
-        """Only the arrivals at the indices (or in the mask) `which`. `errors` stays that of all arrivals."""
+        """Select the arrived pages at the indices (or in the mask) `which`. `errors` stays that of all arrived
+        pages."""
         return Arrivals(self.pages[which], self.size_bytes[which], self.errors)
 
 

@@ -19,7 +19,8 @@ _asking = Lock()
 
 
 def compiled() -> Any:
-    """The compiled module, or None while it is not available. The first call starts the compilation."""
+    """The compiled C++ module of `page_reader.cpp`, or None while it is not available. The first call starts the
+    compilation."""
     global _asked
     if asked() == "0":
         return None

@@ -86,8 +86,8 @@ class Planner:
         return plan
 
     def publish(self, arriving: Ints) -> Ints:
-        """Record that these pages arrived, and make pages resident: `Slots.arrive`, then `Slots.publish`. Return the
-        pages that became resident."""
+        """Record that the pages `arriving` are in their slots. Then make each arrived page resident if all pages that
+        it needs are resident. Return the pages that became resident."""
         slots, books = self.slots, self._in_cpp()
         if books is None:
             slots.arrive(arriving)
@@ -96,8 +96,8 @@ class Planner:
         return published  # type: ignore[no-any-return]
 
     def write_rows(self, pages: Ints, rows: Ints) -> None:
-        """Fill a row of `admission.COLUMNS` numbers for each of these pages. The remaining rows are marked as
-        unused."""
+        """Write a row of `rows` for each of these pages: its number, its position in the pool or -1, and its limits.
+        The remaining rows are marked as unused."""
         books = self._in_cpp()
         if books is None:
             rows_in_python(self.slots, pages, rows)
@@ -105,7 +105,7 @@ class Planner:
             books.write_rows(pages, self.slots.graph.limits, rows, layouts.PAGE_BYTES // 4)
 
     def _in_cpp(self) -> Any:
-        """The C++ object that shares the memory of the slots' records; None if the C++ code is not compiled."""
+        """The C++ object that works on the arrays of `slots` in place; None while the C++ module is not compiled."""
         module = page_reader.compiled()
         if module is None:
             return None
@@ -144,7 +144,8 @@ def plan_in_python(slots: Slots, pages: Ints, pixels: Floats, most: int, use: Ca
 
 
 def rows_in_python(slots: Slots, pages: Ints, rows: Ints) -> None:
-    """Fill rows as `write_rows` of `page_reader.cpp` does: each page, its position or -1, and its limits."""
+    """Write the same rows as `write_rows` of `page_reader.cpp`: the number of each page, its position in the pool in
+    words (-1 if it is not resident), and its limits."""
     places = slots.slot_of[pages].astype(np.int64) * (layouts.PAGE_BYTES // 4)
     rows[len(pages) :, 0] = -1
     rows[: len(pages), 0] = pages
@@ -153,8 +154,8 @@ def rows_in_python(slots: Slots, pages: Ints, rows: Ints) -> None:
 
 
 class _Victims:
-    """Pages in the order of eviction: the oldest first; among equally old pages, the least wanted; among equally wanted
-    pages, the finest."""
+    """Pages of the pool in the order of eviction: first those that were not wanted for the longest time; on a tie, the
+    least wanted; on a further tie, the finest."""
 
     def __init__(self, slots: Slots, use: Use, most: int) -> None:
         self.slots, self.use = slots, use
@@ -201,8 +202,8 @@ def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
 
 
 def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> Ints:
-    """Evict `count` pages that are not in a target, or as many as there are. Of the pages that no held page needs, the
-    oldest are evicted first. Pages that only these pages needed follow."""
+    """Evict `count` pages that are not in the mask `target`, or as many as there are. Evict the oldest of the pages
+    that no held page needs first, then the pages that only evicted pages needed."""
     given_up = [NO_PAGES]
     while count > 0:
         pages = slots.candidates()
@@ -217,8 +218,8 @@ def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> Ints:
 
 
 def best_that_fit(slots: Slots, pixels: Floats) -> Mask:
-    """Choose a target (pages,): the root pages, and the most wanted pages with the pages that they need, until the next
-    page does not fit."""
+    """Choose a mask (pages,) of the pages to hold in the pool: the root pages, and the most wanted pages with the pages
+    that they need, until the next page does not fit. `pixels` says how much each page is wanted."""
     graph = slots.graph
     target = graph.roots.copy()
     held = int(target.sum())

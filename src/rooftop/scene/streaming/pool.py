@@ -164,7 +164,8 @@ class Pool:
         self.loader.close()
 
     def _carry_out(self, plan: Plan, urgency: float) -> None:
-        """Start to read the pages of a plan. Plans with the smallest `urgency` are read first."""
+        """Carry out a plan: record the pages that it evicts, and start to read its new pages. Plans with the smallest
+        `urgency` are read first."""
         if len(plan.given_up):
             self._evicted += len(plan.given_up)
             self._changed.append(plan.given_up)
@@ -193,7 +194,8 @@ class Pool:
             raise error
 
     def _tell(self) -> None:
-        """Send the positions of pages to the device. Earlier frames must have ended."""
+        """Send the positions in the pool of all pages that arrived or were evicted to the device. Earlier frames must
+        have ended."""
         if not self._changed:
             return
         self._table.tell(np.concatenate(self._changed), self.planner.write_rows)

@@ -52,7 +52,7 @@ def ask_for(
 
 @wp.func
 def finer_is_there(resident: Resident, requests: Requests, mesh: wp.int32, head: Head):
-    """Whether the page of the finer group that a cluster replaces is resident."""
+    """Whether a cluster replaces a group of finer clusters whose page is resident. False if it replaces none."""
     source = source_of(resident, head)
     if source < 0:
         return False

@@ -57,7 +57,7 @@ class Drawn:
 
 @dataclass
 class _Job:
-    """A job for the drawing thread, and its result."""
+    """A function that the drawing thread calls, and its result or its error."""
 
     work: Callable[[], Any]
     done: threading.Event = field(default_factory=threading.Event)

@@ -52,8 +52,8 @@ class Pages:
         self._mesh_of = torch.from_numpy(world.instances()[0]).to(device)
 
     def of(self, frame: GBuffer) -> Tensor:
-        """The page of each pixel of a frame, (H, W) int64; -1 for background. The frame must have the outputs
-        "instance" and "cluster"."""
+        """The number of the page that contains the cluster at each pixel, (H, W) int64; -1 for background. The frame
+        must have the outputs "instance" and "cluster"."""
         instance, cluster = frame["instance"][0], frame["cluster"][0]
         key = (self._mesh_of[instance.clamp(min=0)].long() << 32) + cluster
         page = torch.searchsorted(self._firsts, key, right=True) - 1
@@ -61,7 +61,7 @@ class Pages:
 
 
 def _triangles(frame: GBuffer, _: Pages) -> Tensor:
-    """A number for each triangle. Triangles of one mesh have different numbers."""
+    """The number of the triangle at each pixel, unique within its mesh; -1 for background."""
     return torch.where(frame["cluster"][0] >= 0, frame["cluster"][0].long() * MAX_TRIANGLES + frame["triangle"][0], -1)
 
 
@@ -88,7 +88,7 @@ MODES = {
 
 
 def modes_of(world: Scene) -> list[str]:
-    """The modes for which at least one mesh has the data."""
+    """The names of the display modes whose data at least one mesh has."""
     metas = [mesh.meta for mesh in world.meshes]
     return [name for name, mode in MODES.items() if not mode.needs or any(meta[mode.needs] for meta in metas)]
 
@@ -104,7 +104,8 @@ _PAINTED_AS = {"page": "cluster"}  # the output whose colours the mode uses
 
 
 def legend_of(name: str) -> list[dict[str, Any]]:
-    """The legend of a mode: {"color": "#rrggbb", "label": text} for each colour; empty if the explanation suffices."""
+    """The legend of a display mode: {"color": "#rrggbb", "label": text} for each colour; empty if the mode has no
+    legend."""
     if name == "level":
         labels = [*map(str, range(LEVELS - 1)), f"{LEVELS - 1}+"]
         return _entries(_hexes("level", range(LEVELS), torch.int32), labels)

@@ -79,7 +79,7 @@ class Viewer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The URL of the page, with the token."""
+        """The URL of the viewer's web page, with the token."""
         name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(self.host, self.host)
         return f"http://{f'[{name}]' if ':' in name else name}:{self.port}/?token={self.token}"
 
@@ -89,7 +89,8 @@ class Viewer(ThreadingHTTPServer):
         self.server_name, self.server_port = self.host, int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of closed connections, because the page cancels pictures that it no longer needs."""
+        """Ignore errors of closed connections, because the viewer's web page cancels pictures that it no longer
+        needs."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -128,7 +129,7 @@ def _names_of_this_machine() -> frozenset[str]:
 
 
 def facts_of(drawing: Drawing) -> dict[str, Any]:
-    """Data about the scene that the page shows, as an object for JSON."""
+    """Data about the scene that the viewer's web page shows, as an object for JSON."""
     world, device = drawing.world, drawing.renderer.device
     return {
         "files": [mesh.path.name for mesh in world.meshes],
@@ -156,9 +157,8 @@ def facts_of(drawing: Drawing) -> dict[str, Any]:
 
 
 def page(nonce: str) -> str:
-    """Build the complete page. The page's style and script are inline; the Content-Security-Policy allows them by
-    `nonce`.
-    """
+    """Build the viewer's complete web page. Its style and script are inline; the Content-Security-Policy allows them by
+    `nonce`."""
     files = resources.files("rooftop.scene.viewing") / "page_files"
     text = (files / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
@@ -298,7 +298,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(HTTPStatus.OK, {"point": point, "view": view.plain()})
 
     def _send_path(self) -> None:
-        """Check a path that the page has loaded, as `rooftop scene render --path` does, and send the checked path."""
+        """Check a camera path that the web page has loaded, as `rooftop scene render --path` does, and send the checked
+        path."""
         self._send_json(HTTPStatus.OK, RecordedPath.of_plain(self._content()).plain())
 
     def _send_json(self, status: HTTPStatus, content: Any) -> None:
