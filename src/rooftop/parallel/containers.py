@@ -112,8 +112,8 @@ def full_name(value: Any) -> str:
 
 
 def _within(part: Any) -> list[Any]:
-    """The objects that an object refers to directly: its items and attribute values, the function and arguments of a
-    partial, or the object of a bound method."""
+    """The objects that an object refers to directly: items and attribute values, a partial's function and arguments, or
+    a bound method's object."""
     if isinstance(part, functools.partial):
         return [part.func, *part.args, *part.keywords.values()]
     if isinstance(part, BOUND):

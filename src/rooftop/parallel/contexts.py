@@ -265,7 +265,7 @@ class _RankPlan:
         return wide_dtype(x) if len(self.steps) > 1 else x.dtype
 
     def _step(self, to: Collection[int], of: Collection[int]) -> _Step:
-        """Plan a step of the exchange: this rank sends the rows (keys and values) that the ranks `to` need, and
+        """Plan a step of the exchange of rows (keys and values). This rank sends the rows that the ranks `to` need, and
         receives the rows that it needs from the ranks `of`."""
         index, ranks = self.index, place_in(self.group)[1]
         held = self.packing.held[index]
@@ -317,8 +317,8 @@ def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[],
 
 
 def _send_back(step: _Step, dkey: Tensor, dvalue: Tensor, group: Group) -> Callable[[Tensor, Tensor], None]:
-    """Start to send the gradients of arrived rows back to the ranks that sent the rows. The returned function waits for
-    the gradients of this rank's own rows, and adds them.
+    """Start to send the gradients of arrived keys and values back to the ranks that own them. The returned function
+    waits for the gradients of this rank's own keys and values, and adds them to its two arguments.
     """
     both = torch.cat([dkey, dvalue], 1).transpose(0, 2)  # (T, 2 * H_k, B, D)
     out = torch.empty_like(both, memory_format=torch.contiguous_format)

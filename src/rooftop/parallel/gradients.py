@@ -200,8 +200,7 @@ class ModelGradients:
         return [*reversed(self.parameters)]
 
     def _here(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, gradient) of each parameter that has a gradient; for sharded parameters, only this rank's rows.
-        """
+        """Yield (name, gradient) of each parameter with a gradient; for sharded parameters, only this rank's rows."""
         for name, parameter in self.parameters.items():
             gradient = self.gradient_of(parameter)
             if gradient is not None:
