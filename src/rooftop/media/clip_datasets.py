@@ -235,12 +235,12 @@ class ClipLoader:
         self.epoch = 0
 
     def __len__(self) -> int:
-        """Number of batches of a pass."""
+        """Number of batches of a pass over the dataset."""
         count = len(self.dataset)
         return count // self.batch if self.drop_last else -(-count // self.batch)
 
     def order(self, epoch: int) -> list[int]:
-        """The numbers of the clips, in the order of pass number `epoch`."""
+        """The indices of the dataset's clips, in the order of pass number `epoch`."""
         if not self.shuffle:
             return list(range(len(self.dataset)))
         generator = torch.Generator().manual_seed((self.seed << 20 ^ epoch) & (1 << 63) - 1)

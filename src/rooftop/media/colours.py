@@ -126,7 +126,8 @@ def chroma_factors(matrix: str) -> tuple[float, float, float, float]:
 
 
 def extents(full: bool, bits: int) -> tuple[float, float, float]:
-    """Return, for `bits` bits, the luma of black, the luma of white minus that of black, and the range of chroma."""
+    """Return the luma of black, the luma of white minus that of black, and the range of chroma. Samples have `bits`
+    bits, in full or limited range."""
     if full:
         return 0.0, float((1 << bits) - 1), float((1 << bits) - 1)
     unit = 2.0 ** (bits - 8)
@@ -134,5 +135,5 @@ def extents(full: bool, bits: int) -> tuple[float, float, float]:
 
 
 def pixels_a_sample(pixels: int, samples: int) -> int:
-    """Pixels that one sample of chroma covers, along one dimension."""
+    """Number of pixels that one chroma sample covers, along a dimension with `pixels` pixels and `samples` samples."""
     return next(each for each in (1, 2, 4) if -(-pixels // each) == samples)

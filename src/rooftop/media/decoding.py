@@ -88,8 +88,8 @@ class Misled(Broken):
 
 
 class Unclean(Broken):
-    """Internal error: a key frame needs earlier frames to be complete, as in streams that refresh the picture
-    gradually."""
+    """Internal error: a key frame cannot be decoded completely without earlier frames, as in streams that refresh the
+    picture gradually."""
 
 
 class Decoder:

@@ -171,7 +171,7 @@ class _Workshop:
         self._save(configured=True)
 
     def make(self, jobs: int, report: Callable[[str, float], None]) -> bool:
-        """Build everything that is not built yet; return whether there was anything to build."""
+        """Run make, to compile everything that is not compiled yet. Return whether there was anything to compile."""
         left = self._left_to_make()
         if left == 0:
             return False
@@ -193,7 +193,7 @@ class _Workshop:
         return True
 
     def install(self) -> None:
-        """Install to a temporary folder, check the program there, and rename the folder."""
+        """Install FFmpeg to a temporary folder, check that its program runs, and rename the folder to `prefix`."""
         shutil.rmtree(self.staged, ignore_errors=True)
         self._step("make install", ("make", "install", f"DESTDIR={self.staged}"))
         whole = self.staged / self.prefix.relative_to(self.prefix.anchor)
@@ -214,7 +214,7 @@ class _Workshop:
         shutil.rmtree(self.staged, ignore_errors=True)
 
     def installed(self) -> bool:
-        """Whether the prefix contains an installation with this configuration."""
+        """Whether the prefix contains an FFmpeg that was built from the same source and configuration."""
         with suppress(OSError, ValueError):
             of = json.loads((self.prefix / MARK).read_text())["key"]
             return bool(of == self.state["key"]) and (self.prefix / "bin" / "ffmpeg").exists()
@@ -318,7 +318,8 @@ def _minimal_options() -> Iterator[str]:
 
 
 def _key(source: Path, arguments: Sequence[str], needs: Requirements) -> str:
-    """A key that changes whenever a build must start from the beginning."""
+    """A hash of the source, the configuration, the libraries and the compiler flags. If it changes, a build must start
+    from the beginning."""
     release = [path.read_text(errors="replace") for name in ("RELEASE", "VERSION") if (path := source / name).is_file()]
     flags = [os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS", "PKG_CONFIG_PATH")]
     script = hashlib.sha256((source / "configure").read_bytes()).hexdigest()

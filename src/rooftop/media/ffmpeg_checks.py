@@ -93,7 +93,7 @@ def ffmpeg_abilities(
 
 
 def find_ffmpeg(ffmpeg: str | os.PathLike[str] | None) -> Path:
-    """Find the requested program. Errors are as in `ffmpeg_abilities`."""
+    """Find the FFmpeg program `ffmpeg`; None: the ffmpeg on PATH. Errors are as in `ffmpeg_abilities`."""
     if ffmpeg is not None:
         given = shutil.which(user_path(ffmpeg))
         if given is None:
@@ -203,7 +203,7 @@ def _untried(trials: Trials) -> list[FFmpegAbility]:
 
 
 def _gpus() -> tuple[str, tuple[str, ...]]:
-    """Version of the driver and names of the GPUs; empty without a driver."""
+    """Version of NVIDIA's driver, and names of the GPUs. Both are empty without a driver."""
     driver = ask_driver()
     if driver.error:
         return "", ()

@@ -237,9 +237,8 @@ class Trials:
     def encode(
         self, encoder: str, options: Mapping[str, str], bits: int, pixels: str = "", full_range: bool = False
     ) -> tuple[Path | None, str]:
-        """Encode the picture; return the clip, or the reason why the encoder failed. If a pixel format is given, the
-        picture is first converted to it.
-        """
+        """Encode the test picture; return the clip, or the reason why the encoder failed. If a pixel format is given,
+        the picture is first converted to it."""
         clip = self.folder / f"{encoder}-{bits}.mkv"
         convert = ("-pix_fmt", pixels) if pixels else ()
         settings = [word for name, value in options.items() for word in (f"-{name}", value)]
@@ -302,7 +301,7 @@ class Trials:
     # ---- encoders, devices, filters ---------------------------------------------------------------------------------
 
     def encode_by_nvenc(self, encoder: str, bits: int) -> FFmpegAbility:
-        """Encode the picture with NVENC and decode it by software. The trial succeeds if the result resembles the
+        """Encode the test picture with NVENC, and decode it by software. The trial succeeds if the result resembles the
         picture."""
         name = encoder.removesuffix("_nvenc")
         codec = next((each for each in CODECS if (each.name, each.bits) == (name, bits)), None)
@@ -363,7 +362,7 @@ class Trials:
         return FFmpegAbility("filter", trial.name, "", "fails" if failure else "works", failure)
 
     def _picture(self, bits: int, full_range: bool = False) -> tuple[str, ...]:
-        """The arguments that make FFmpeg read the picture."""
+        """The arguments that make FFmpeg read the test picture."""
         pixels = "yuv420p10le" if bits == 10 else "yuvj420p" if full_range else "yuv420p"
         size = ("-video_size", f"{WIDTH}x{HEIGHT}", "-framerate", "25")
         return (*RAW, "-pixel_format", pixels, *size, "-i", str(self.folder / f"picture-{bits}"))

@@ -36,7 +36,8 @@ def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
 
 
 def _end_of_riff(file: BinaryIO, size_bytes: int) -> int | None:
-    """The end of the last RIFF chunk. (AVI files above 1 GB have several.)"""
+    """The byte at which the last RIFF chunk of a file ends; None if unknown. (AVI files above 1 GB have several
+    chunks.)"""
     end = 0
     while end + 8 <= size_bytes:
         file.seek(end)
@@ -61,7 +62,8 @@ def _end_of_asf(file: BinaryIO) -> int | None:
 
 
 def _end_of_mxf(file: BinaryIO, size_bytes: int) -> int | None:
-    """The least size of a complete file: the header states where the footer begins."""
+    """The least size in bytes of a complete MXF file, whose header states where the footer begins. None if the header
+    does not state it."""
     file.seek(0)
     header = file.read(_HEADER_BYTES)
     place = header.find(_MXF_PARTITION)
@@ -73,8 +75,8 @@ def _end_of_mxf(file: BinaryIO, size_bytes: int) -> int | None:
 
 
 def _end_of_matroska(file: BinaryIO, size_bytes: int) -> int | None:
-    """The end of the segment. If the segment's size is unknown, as in a live stream, the segment ends with its last
-    element."""
+    """The byte at which the segment of a Matroska file ends. If the segment's size is unknown, as in a live stream, the
+    segment ends with its last element."""
     place = 0
     while (found := _element(file, place)) is not None:
         name, begin, size = found
@@ -99,7 +101,8 @@ def _end_of_elements(file: BinaryIO, place: int, size_bytes: int) -> int | None:
 
 
 def _element(file: BinaryIO, place: int) -> tuple[int, int, int | None] | None:
-    """Read the element at a position: (name, start of the content, length of the content or None if unknown)."""
+    """Read the head of the Matroska element at a position: (ID, start of the content, bytes of the content or None if
+    unknown)."""
     file.seek(place)
     head = file.read(12)
     name_bytes = _length(head[:1], 4)

@@ -37,7 +37,7 @@ class Form:
 
     @property
     def white(self) -> float:
-        """The value of white, before normalization."""
+        """The value of white in each colour before normalization: 1 for a floating-point dtype, otherwise 255."""
         return 1.0 if self.dtype.is_floating_point else 255.0
 
     def shape(self, height: int, width: int) -> tuple[int, ...]:

@@ -46,8 +46,8 @@ class FrameIndex:
         return bisect_right(self.pts, ticks) - 1
 
     def start_before(self, position: int) -> int:
-        """The index in `starts` of the last start that is not later than the frame at this position; -1 if all starts
-        are later."""
+        """The index in `starts` of the last key frame that is not later than the frame at this position. -1 if all key
+        frames in `starts` are later."""
         return bisect_right(self.starts, self.pts[position]) - 1
 
     def duration(self, position: int) -> int:
@@ -71,8 +71,8 @@ class FrameIndex:
         return next((rate for rate in (stated, mean) if rate and self._is_at(rate, time_base)), None)
 
     def grid(self, time_base: Fraction) -> Fraction:
-        """The lowest constant frame rate, in frames per second, at which every frame of the video starts together with
-        a frame of that rate."""
+        """The lowest constant frame rate, in frames per second, at which each frame of the video starts together with a
+        frame of this rate."""
         step = math.gcd(*(tick - self.pts[0] for tick in self.pts)) or 1
         return 1 / (step * time_base)
 

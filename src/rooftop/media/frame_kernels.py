@@ -22,7 +22,7 @@ from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 
 @triton.jit
 def one_of(number, a0, a1, a2, a3, a4, a5, a6, a7):
-    """Select the pointer with index `number`."""
+    """Select the pointer with the index `number` from a0 to a7."""
     found = a0
     if number == 1:
         found = a1
@@ -47,7 +47,7 @@ def colours_at(
     black, middle, luma, red_cr, green_cb, green_cr, blue_cb, white,
     DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Compute (red, green, blue) of pixels, in 0..white."""
+    """Convert luma and chroma of pixels to (red, green, blue), in 0..white."""
     at = row // DOWN * chroma_row + column // ACROSS * chroma_step
     light = (tl.load(y + row * y_row + column, mask=there, other=0).to(tl.float32) - black) * luma
     cb = tl.load(u + at, mask=there, other=0).to(tl.float32) - middle
@@ -87,7 +87,7 @@ def frame_to_rgb(
     red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
     DOWN: tl.constexpr, ACROSS: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Convert ROWS x COLUMNS pixels of one picture, in the size of the video."""
+    """Convert a tile of ROWS x COLUMNS pixels of one picture to red, green and blue, without resizing."""
     number = tl.program_id(2)
     y = one_of(number, y0, y1, y2, y3, y4, y5, y6, y7)
     u = one_of(number, u0, u1, u2, u3, u4, u5, u6, u7)

@@ -128,8 +128,8 @@ def release_decoders() -> int:
 
 
 def says_otherwise(packet: bytes, kind: Kind) -> bool:
-    """Whether a packet has parameter sets that differ from its file's headers. The decoder would keep these sets for
-    the decoder's next video."""
+    """Whether a packet has parameter sets that differ from its file's headers. A decoder would keep these sets when it
+    is reused for another video."""
     types = PARAMETER_SETS.get(kind.codec)
     if types is None:
         return False

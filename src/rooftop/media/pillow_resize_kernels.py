@@ -20,7 +20,7 @@ ENTRIES = tl.constexpr(11)
 
 @triton.jit
 def rounded(total):
-    """Convert a weighted sum to uint8."""
+    """Convert a weighted sum, which is a fixed-point number, to uint8."""
     return tl.minimum(tl.maximum((total + HALF) >> ONE_BITS, 0), 255).to(tl.uint8)
 
 
@@ -32,7 +32,7 @@ def resize_across(
     out,  # (bytes,) uint8: the resized rows, (ROWS, WIDTH, 3) for each photograph
     BLOCK: tl.constexpr,
 ):
-    """Resize the rows of a photograph, BLOCK result pixels in each program."""
+    """Resize a photograph horizontally. Each program computes BLOCK pixels of the result."""
     entry = photographs + tl.program_id(1) * ENTRIES
     width = tl.load(entry + WIDTH).to(tl.int32)
     count = tl.load(entry + ROWS).to(tl.int32) * width
@@ -66,7 +66,7 @@ def resize_down(
     out,  # (bytes,) uint8: the results, (HEIGHT, WIDTH, 3) for each photograph
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Resize the columns of a photograph, BLOCK values of a result row in each program."""
+    """Resize a photograph vertically. Each program computes BLOCK values of one row of the result."""
     entry = photographs + tl.program_id(2) * ENTRIES
     width = 3 * tl.load(entry + WIDTH).to(tl.int32)
     row = tl.program_id(1)

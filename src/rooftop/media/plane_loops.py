@@ -95,9 +95,8 @@ def planes_to_rgb(
 
 @kept_loop
 def _spread(samples: np.ndarray, across: int, found: np.ndarray) -> None:
-    """Repeat each sample for the pixels that it covers. This loop only copies, because a loop that also computes takes
-    twice as long.
-    """
+    """Repeat each sample for the `across` pixels of a row that it covers. This loop only copies, because a loop that
+    also computes takes twice as long."""
     width = len(found)
     if across == 2:
         for j in range(width // 2):
@@ -143,7 +142,7 @@ def _luma(y: np.ndarray, numbers: np.ndarray, found: np.ndarray) -> None:
 
 @kept_loop
 def _colour(luma: np.ndarray, difference: np.ndarray, white: np.float32, found: np.ndarray) -> None:
-    """Write one colour (red, green or blue) of a row, clamped to 0..white."""
+    """Write one colour (red, green or blue) of a row: luma plus the contribution of chroma, clamped to 0..white."""
     for j in range(len(luma)):
         value = luma[j] + difference[j]
         value = value if value < white else white
@@ -155,7 +154,8 @@ def _add_to_two(
     luma: np.ndarray, difference: np.ndarray, white: np.float32, one: np.float32, into: np.ndarray, other: np.float32,
     into_other: np.ndarray,
 ) -> None:  # fmt: skip
-    """Like `_colour`, but add the values to two rows, with a weight for each."""
+    """Like `_colour`, but multiply the colour by the weights `one` and `other`, and add the products to the rows `into`
+    and `into_other`."""
     for j in range(len(luma)):
         value = luma[j] + difference[j]
         value = value if value < white else white
@@ -205,9 +205,8 @@ def _whole(
 def _resize_rows(
     row: np.ndarray, lefts: np.ndarray, counts: np.ndarray, weights: np.ndarray, found: np.ndarray
 ) -> None:
-    """Resize (3, width) along the row to (3, columns). Indices are unsigned, because signed indices would be checked
-    for negative values.
-    """
+    """Resize a row of colours from (3, width) to (3, columns). Indices are unsigned, because signed indices would be
+    checked for negative values."""
     red, green, blue = row[0], row[1], row[2]
     for x in range(len(counts)):
         r, g, b = np.float32(0), np.float32(0), np.float32(0)

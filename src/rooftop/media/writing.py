@@ -445,7 +445,7 @@ class VideoWriter:
         return ticks
 
     def _until(self, until: float, last_tick: int, timed: bool) -> int:
-        """Duration of the last frame in ticks."""
+        """Convert `until`, the end of the last frame in seconds, to the duration of that frame in ticks."""
         ticks = round(until * self._ticks_a_second) - last_tick if 0 <= until < float("inf") else 0
         if not timed or not 0 < ticks <= MOST_TICKS:
             raise InputError(f"until={until}: expected a value in seconds above the last time, together with times")

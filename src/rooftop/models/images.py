@@ -158,7 +158,8 @@ def normalization(mean: Sequence[float], std: Sequence[float], device: torch.dev
 
 
 def normalized_by(pixels: Tensor, constants: Tensor) -> Tensor:
-    """Normalize like `normalized_pixels`, with constants that are already on the device."""
+    """Normalize like `normalized_pixels`. `constants` has the scale, the mean and the standard deviation, already on
+    the device."""
     scale, mean, std = constants
     return pixels.float().div_(scale).sub_(mean).div_(std).movedim(-1, -3)
 

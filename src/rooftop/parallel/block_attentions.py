@@ -118,7 +118,8 @@ class Blocks:
         return dkey.to(dtype), dvalue.to(dtype)
 
     def _units(self, query: Tensor) -> Iterator[_Unit]:
-        """Yield the units (one block or a group of blocks), which run one after another."""
+        """Yield the units of work: single attention blocks, or groups of blocks. Each unit is one launch, and they run
+        one after another."""
         yield from self._alone
         for group in self._small:
             if runs_packed(query) and len(group.blocks) > 1:
@@ -155,7 +156,8 @@ def _three(gradients: Iterable[Tensor]) -> Three:
 
 
 class _Unit(Protocol):
-    """Blocks that run in one launch. `gradients` returns the gradients of only the unit's queries, keys and values."""
+    """Attention blocks that run in one launch. `gradients` returns the gradients of only this unit's queries, keys and
+    values."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor
@@ -205,7 +207,7 @@ Place = tuple[slice, slice, slice]
 
 @dataclass(frozen=True)
 class _Alone:
-    """A unit of one block, which has its own launch."""
+    """An attention block that runs in a launch of its own."""
 
     block: Block
     device: torch.device
@@ -251,7 +253,8 @@ class _Alone:
 
     @property
     def places(self) -> tuple[Place, Place]:
-        """The indices of the block's queries in (B, H, S, ...), and of its keys in (B, H_k, T, ...)."""
+        """The indices that select the block's queries from a tensor (B, H, S, ...), and its keys from a tensor (B, H_k,
+        T, ...)."""
         block = self.block
         row = slice(None) if block.row is None else slice(block.row, block.row + 1)
         return (row, slice(None), slice(*block.queries)), (row, slice(None), slice(*block.keys))
@@ -261,7 +264,8 @@ class _Alone:
 
 
 def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
-    """Whether two of the given pairs (sequence, keys) share a key. A `sequence` of None is for all sequences."""
+    """Whether two of the pairs `places`, (row of the batch, span of keys), share a key. A row of None means all rows of
+    the batch."""
     rows = {row for row, _ in places}
     if None in rows and len(rows) > 1:
         return True
@@ -270,7 +274,8 @@ def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
 
 
 def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Group blocks. In each group, either all blocks are causal or none is, and no two blocks share a query."""
+    """Distribute attention blocks over groups that run in one launch each. In a group, either all blocks are causal or
+    none is, and no two blocks share a query."""
     groups: dict[tuple[bool, int], list[Block]] = {}
     times = Counter[tuple[int | None, Span, bool]]()
     for block in blocks:
@@ -296,9 +301,8 @@ class _Group:
         return self.blocks[0].causal
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        """Merge the results into out and lse. A causal block is the first block of its queries, so its results are
-        stored instead of merged.
-        """
+        """Attend with the group's blocks, and merge the results into out and lse. Results of causal blocks are stored
+        instead, because a causal block is the first block of its queries."""
         part, part_lse, *_ = aten._flash_attention_forward(
             *(self._query_rows(query), self._key_rows(key), self._key_rows(value)),
             *self._lengths,

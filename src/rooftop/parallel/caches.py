@@ -37,7 +37,7 @@ Join = Callable[[list[Any], int], Any]
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value is a cache of the library transformers."""
+    """Whether a value is a key-value cache of the library transformers (an instance of its class `Cache`)."""
     module = sys.modules.get("transformers.cache_utils")  # no cache can exist before transformers is imported
     kind = getattr(module, "Cache", None)
     return kind is not None and isinstance(value, kind)

@@ -87,7 +87,7 @@ class Chunks:
         return Chunks(self.length, size, tuple(finer[index * held // size : (index + 1) * held // size]))
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """(first, end) of each run of consecutive positions."""
+        """Yield (first, end) of each run of consecutive positions on the rank; `end` is the position after the run."""
         start = end = -1
         for place in self.places:
             if place * self.size != end:
@@ -99,7 +99,7 @@ class Chunks:
             yield start, end
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """The positions, (len(self),) int64."""
+        """The rank's positions in the sequence, (len(self),) int64."""
         runs = [torch.arange(first, end, device=device) for first, end in self.runs()]
         return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device=device)
 

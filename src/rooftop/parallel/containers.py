@@ -112,7 +112,8 @@ def full_name(value: Any) -> str:
 
 
 def _within(part: Any) -> list[Any]:
-    """The objects that an object holds directly."""
+    """The objects that an object refers to directly: items and attribute values, a partial's function and arguments, or
+    a bound method's object."""
     if isinstance(part, functools.partial):
         return [part.func, *part.args, *part.keywords.values()]
     if isinstance(part, BOUND):
@@ -249,7 +250,8 @@ def _opened_dataclass(part: Any) -> Opened:
 
 
 def _initialized(part: Any, arguments: list[str], given: dict[str, Any]) -> Any:
-    """Make a new dataclass by __init__ and __post_init__, and copy the attributes that were set later."""
+    """Rebuild the dataclass `part`: call __init__ and __post_init__ with the values `given`. Copy the attributes that
+    were set on `part` later."""
     new = dataclasses.replace(part, **{name: given[name] for name in arguments})
     changed = [name for name in arguments if not _same(getattr(new, name), given[name])]
     if changed:

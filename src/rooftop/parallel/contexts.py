@@ -104,7 +104,7 @@ class Context:
 
     @property
     def index(self) -> int:
-        """This rank's index in the group."""
+        """This rank's index in the group of ranks that share a sequence."""
         return place_in(self.group)[0]
 
     @property
@@ -265,7 +265,8 @@ class _RankPlan:
         return wide_dtype(x) if len(self.steps) > 1 else x.dtype
 
     def _step(self, to: Collection[int], of: Collection[int]) -> _Step:
-        """The step in which this rank sends rows to the ranks `to`, and receives rows from the ranks `of`."""
+        """Plan a step of the exchange of rows (keys and values). This rank sends the rows that the ranks `to` need, and
+        receives the rows that it needs from the ranks `of`."""
         index, ranks = self.index, place_in(self.group)[1]
         held = self.packing.held[index]
         arriving = [self.packing.rows(index, rank, self.window) if rank in of else () for rank in range(ranks)]
@@ -289,7 +290,7 @@ class _RankPlan:
 
 
 def _places_in(held: Chunks, spans: Sequence[Span]) -> Tensor:
-    """The indices of the given positions in a rank's rows."""
+    """For each position in `spans`, its index in the rows of a rank that holds the positions `held`."""
     wanted = torch.cat([torch.arange(first, end) for first, end in spans]) if spans else torch.zeros(0).long()
     return torch.searchsorted(held.positions(), wanted)
 
@@ -299,9 +300,8 @@ Rows = tuple[Tensor, Tensor]
 
 
 def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[], Rows]:
-    """Start to send this rank's rows for a step. The returned function waits for the arriving rows, and returns them in
-    ascending order of position.
-    """
+    """Start to send this rank's keys and values that other ranks need in a step. The returned function waits for the
+    arriving keys and values, and returns them in ascending order of position."""
     both = torch.cat([key, value], 1).transpose(0, 2)  # (S, 2 * H_k, B, D)
     out = both.index_select(0, torch.cat(step.sent)).contiguous()
     arriving = out.new_empty((sum(step.received), *out.shape[1:]))
@@ -317,8 +317,8 @@ def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[],
 
 
 def _send_back(step: _Step, dkey: Tensor, dvalue: Tensor, group: Group) -> Callable[[Tensor, Tensor], None]:
-    """Start to send the gradients of arrived rows back to the ranks that sent the rows. The returned function waits for
-    the gradients of this rank's own rows, and adds them.
+    """Start to send the gradients of arrived keys and values back to the ranks that own them. The returned function
+    waits for the gradients of this rank's own keys and values, and adds them to its two arguments.
     """
     both = torch.cat([dkey, dvalue], 1).transpose(0, 2)  # (T, 2 * H_k, B, D)
     out = torch.empty_like(both, memory_format=torch.contiguous_format)

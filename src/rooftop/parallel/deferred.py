@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 
 class Later:
-    """The weight gradients that backward has deferred."""
+    """The weight gradients that backward has deferred, each with the function that computes it."""
 
     def __init__(self) -> None:
         self._left: list[tuple[GradientEdge, Callable[[], Tensor]]] = []
@@ -34,12 +34,12 @@ class Later:
         return len(self._left)
 
     def add(self, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
-        """Add the deferred gradient of a weight, which `make` computes."""
+        """Remember a weight whose gradient backward has deferred. `make` computes this gradient."""
         self._left.append((weight, make))
 
     def make(self) -> None:
-        """Compute all gradients, one after another, and add each to its weight's `.grad`. The weights' hooks run as in
-        backward."""
+        """Compute all deferred gradients, one after another, and add each to its weight's `.grad`. The weights' hooks
+        run as in backward."""
         left, self._left = self._left, []
         for weight, make in left:  # in the order in which backward deferred them
             _accumulate(weight, make)
@@ -55,7 +55,8 @@ class Deferral:
         self.later: Later | None = None
 
     def add(self, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
-        """Defer a weight's gradient within `collecting`; outside `collecting`, compute the gradient at once."""
+        """Defer a weight's gradient, which `make` computes, if a `collecting` block is active. Otherwise compute the
+        gradient at once."""
         if self.later is not None:
             self.later.add(weight, make)
         else:
@@ -85,8 +86,8 @@ def _accumulate(weight: GradientEdge, make: Callable[[], Tensor]) -> None:
 
 
 class Deferring:
-    """A linear layer that can leave its weight's gradient to a deferral. Without a deferral, backward computes the
-    gradient."""
+    """A linear layer that can leave its weight's gradient to a `Deferral`, which computes it after backward. Without a
+    deferral, backward computes the gradient."""
 
     deferral: Deferral | None = None
 

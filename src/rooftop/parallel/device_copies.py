@@ -140,7 +140,8 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _may_go_with_others(tensor: Tensor) -> bool:
-    """Whether a tensor is small, is a plain tensor, and has no gaps or overlaps in memory."""
+    """Whether a tensor may be copied in one buffer with others: it is small and plain, and has no gaps or overlaps in
+    memory."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided

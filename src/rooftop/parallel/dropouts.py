@@ -67,7 +67,7 @@ class CounterDropouts:
         self.split, self.heads = split, heads
 
     def __call__(self, probability: float, name: str) -> CounterDropout:
-        """Create the dropout with this name in the whole model."""
+        """Create a dropout module. `name` is the module's name in the whole model."""
         return CounterDropout(probability, name, self, of_weights=name.endswith("weights_dropout"))
 
     @property
@@ -81,7 +81,8 @@ class CounterDropouts:
 
     @contextmanager
     def at(self, place: Place) -> Iterator[None]:
-        """Within the block, use the masks of the given place, even if training is already at a later place."""
+        """Within the block, use the masks of the forward pass at `place` in the training run, even if training is
+        already at a later place."""
         before, self.place = self.place, place
         try:
             yield
@@ -99,8 +100,8 @@ class CounterDropouts:
             self.half = before
 
     def boxes(self, shape: tuple[int, ...], of_weights: bool) -> list[Box]:
-        """The parts of the whole mask that cover a local tensor of this shape. The parts follow each other along
-        dimension 1, or along dimension 2 for attention weights."""
+        """The boxes of the whole dropout mask (of all ranks) that cover this rank's tensor of this shape. The boxes
+        follow each other along dimension 1, or along dimension 2 for attention weights."""
         (batch, batches), (half, halves) = self.place.batch, self.half
         part, parts = self.heads if of_weights else self.split
         chunks, along = self.place.chunks, 2 if of_weights else 1

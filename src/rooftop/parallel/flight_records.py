@@ -89,7 +89,8 @@ class Operation:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """Dump the operations of this process from each flight recorder that this build of PyTorch has."""
+    """Dump the communication operations of this process: one dump for each flight recorder that this build of PyTorch
+    has."""
     return [pickle.loads(dump(True, False, False)) for dump in _recorders()]
 
 
@@ -136,8 +137,8 @@ def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[in
 
 
 def newest(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> Operation | None:
-    """The operation that a rank has launched last, whether or not it has ended. `unfinished` would omit a failed
-    operation, which counts as ended."""
+    """The communication operation that a rank has launched last, whether or not it has ended. `unfinished` would omit a
+    failed operation, which counts as ended."""
     found = _operations(dumps, groups)
     return found[-1][1] if found else None
 
@@ -145,7 +146,7 @@ def newest(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, .
 def _operations(
     dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]
 ) -> list[tuple[Mapping[str, Any], Operation]]:
-    """A rank's operations, each with its entry in a dump, the oldest first."""
+    """A rank's communication operations, the oldest first, each after its entry in one of the rank's dumps."""
     found = []
     for dump in dumps:
         said = {name: _ranks_of(config) for name, config in dump.get("pg_config", {}).items()}

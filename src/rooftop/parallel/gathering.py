@@ -62,7 +62,8 @@ def _joined(parts: list[Any], device: torch.device, dim: int) -> Any:
 
 
 def _rows(parts: list[Any]) -> list[list[Any]]:
-    """The values of each container, in the order of the first container's names. All containers have the same type."""
+    """For each container in `parts`, list its values in the order of the first container's names. All containers have
+    the same type and the same names."""
     all_opened = [found for part in parts if (found := opened(part)) is not None]
     first = all_opened[0]
     kind = type(parts[0]).__name__

@@ -136,9 +136,9 @@ class ModelGradients:
                 hook.remove()
 
     def _is_there(self, name: str, _: Tensor) -> None:
-        """Mark this gradient as ready, and start the sums that this makes possible. All ranks must start their sums in
-        the same order, so a gradient waits for the gradients before it in that order.
-        """
+        """Mark the gradient of the parameter `name` as ready, and start every sum over the ranks that can now start.
+        All ranks must start their sums in the same order, so a gradient waits for the gradients before it in that
+        order."""
         assert self._during is not None
         self._during.add(name, self._changed)
 
@@ -196,18 +196,18 @@ class ModelGradients:
         return name in self._own and self._own[name].requires_grad
 
     def _in_order(self) -> list[str]:
-        """The names in the order in which backward usually computes the gradients."""
+        """The names of the parameters, in the order in which backward usually computes their gradients."""
         return [*reversed(self.parameters)]
 
     def _here(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the existing gradients by name; for sharded parameters, only this rank's rows."""
+        """Yield (name, gradient) of each parameter with a gradient; for sharded parameters, only this rank's rows."""
         for name, parameter in self.parameters.items():
             gradient = self.gradient_of(parameter)
             if gradient is not None:
                 yield name, _dense(name, gradient)
 
     def _changed(self, name: str) -> Tensor:
-        """An existing gradient, ready to be changed in place."""
+        """The gradient of the parameter `name`, ready to be changed in place. The gradient must exist."""
         self.widen(self.parameters[name])
         gradient = self.parameters[name].grad
         assert gradient is not None
@@ -236,7 +236,8 @@ class ModelGradients:
         return (start_sum(total, self.data)() if self.data_shares else total).sqrt()
 
     def _counted(self) -> Iterator[Tensor]:
-        """Yield the gradients, or parts of gradients, that this rank adds to the norm."""
+        """Yield the gradients, or parts of gradients, that this rank adds to the model's gradient norm. If several
+        tensor or pipeline ranks have the same gradient, only one of them adds it."""
         first = place_in(self.tensor)[0] == 0
         for name, gradient in self._here():
             if name == self.tied and place_in(self.tied_group)[0] > 0:

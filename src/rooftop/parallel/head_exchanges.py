@@ -81,7 +81,8 @@ def _to_positions(x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """The exchange to heads or back to positions. Each direction is the backward of the other."""
+    """The all-to-all exchange from split positions to split heads (`to_heads`), or back. The backward pass of one
+    direction is the other direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, group: ProcessGroup, to_heads: bool) -> Tensor:

@@ -111,7 +111,7 @@ def _require(names: tuple[str, ...], environment: Mapping[str, str]) -> None:
 
 
 def _number(name: str, environment: Mapping[str, str], otherwise: int = 0) -> int:
-    """The number in a variable, or `otherwise` if there is no such variable."""
+    """The number in the environment variable `name`, or `otherwise` if the variable is not set."""
     text = environment.get(name, str(otherwise))
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{name}={text!r} in the environment: expected a number, 0 or more")

@@ -93,12 +93,13 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of `order`, fastest first."""
+        """The names of the axes, in the order that `order` states. Consecutive ranks are neighbours along the first
+        axis."""
         return tuple(self.order.split("-"))
 
     @property
     def world_size(self) -> int:
-        """The number of ranks: the product of the sizes."""
+        """The number of ranks: the product of the sizes of all axes, dp * tp * pp * cp."""
         return self.dp * self.tp * self.pp * self.cp
 
     def size(self, name: str) -> int:
@@ -341,8 +342,9 @@ def _rows_in_words(dp: int, micro_batch: int) -> str:
 
 
 def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int], axes: Collection[str] = AXES) -> str:
-    """Name the layouts of this world that fit and are closest to `layout`, by the ratios of their sizes. If `layout`
-    has no pipeline or context ranks, layouts without them are preferred."""
+    """Name the layouts with `world_size` ranks that fit the `sizes` of model and batch, and are closest to `layout`.
+    The ratios of the axes' sizes decide. If `layout` has no pipeline or context ranks, layouts without them are
+    preferred."""
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
 
     def distance(other: Layout) -> tuple[float, ...]:

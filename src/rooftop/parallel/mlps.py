@@ -72,7 +72,8 @@ class ParallelMLP(nn.Module):
         return self._dropped(self.down(swiglu(hidden) if self.gated else hidden).view(x.shape))
 
     def summand(self, x: Tensor, sums: NormSums) -> Summand:
-        """Run `forward` for inference, but leave the sum over the ranks to the norm that follows."""
+        """Run `forward` for inference, but return this rank's summand. The kernel of the norm that follows sums over
+        the ranks."""
         hidden = self.up(x)
         return Summand(self.down.summand(swiglu(hidden) if self.gated else hidden), self.down.bias, sums)
 
@@ -87,7 +88,8 @@ class ParallelMLP(nn.Module):
         return self._dropped(self.down.with_bias(leaving.arrived()).view(x.shape))
 
     def _made_again(self, x: Tensor) -> Tensor:
-        """Compute both linear layers. For backward, autograd saves the activation's input instead of its result."""
+        """Compute both linear layers. Autograd saves the input of the activation between them instead of its result,
+        which backward computes again."""
         if self.gated:
             hidden = self.up(self._rows(x))
             activated = swiglu(hidden)

@@ -132,15 +132,15 @@ class Packing:
 
     @property
     def spans(self) -> tuple[tuple[int | None, tuple[Span, ...]], ...]:
-        """The documents of each sequence, by row. If all sequences have the same documents, the documents are listed
-        once, under None."""
+        """The documents of each sequence, as (row of the batch, spans of positions). If all sequences have the same
+        documents, there is one entry, with None as its row."""
         if self.documents is None:
             return ((None, ((0, self.length),) if self.length else ()),)
         rows = self.documents.spans
         return ((None, rows[0]),) if rows and len(set(rows)) == 1 else tuple(enumerate(rows))
 
     def rows(self, to: int, of: int, window: int | None = None) -> tuple[Span, ...]:
-        """The positions that rank `to` needs from rank `of`, as ascending runs."""
+        """The positions whose keys and values rank `to` needs from rank `of`, as ascending runs."""
         needed = _united(
             (max(first, run[0] - window + 1) if window else first, end)
             for _, spans in self.spans
@@ -150,8 +150,8 @@ class Packing:
         return tuple(_common(needed, list(self.held[of].runs())))
 
     def blocks(self, to: int, of: Sequence[int], window: int | None = None) -> list[Block]:
-        """The blocks that rank `to` computes with the rows that it needs from the ranks `of`. Rows are in ascending
-        order of position."""
+        """The attention blocks that rank `to` computes with the keys and values that it needs from the ranks `of`. Keys
+        and values are in ascending order of position."""
         runs = _united(run for each in of for run in self.rows(to, each, window))
         return list(self._blocks(list(self.held[to].runs()), runs, window))
 
@@ -188,7 +188,7 @@ class Packing:
         return found
 
     def _blocks(self, queries: list[Span], keys: list[Span], window: int | None) -> Iterator[Block]:
-        """Yield the blocks of queries with keys, which are both given as ascending runs of positions."""
+        """Yield the attention blocks of queries with keys. Both are ascending runs of positions."""
         placed = list(_placed(keys))
         for row, spans in self.spans:
             for query, here in _placed(queries):
@@ -220,7 +220,8 @@ class Packing:
 
 
 def _met(run: Span, spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield, for each document that overlaps a run, the document's first position and the end of the overlap."""
+    """For each document in `spans` that overlaps a run of positions, yield (first position of the document, end of the
+    overlap)."""
     for first, end in spans[_first_after(spans, run[0]) : bisect_left(spans, (run[1], 0))]:
         yield first, min(end, run[1])
 
@@ -282,7 +283,8 @@ def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
 
 
 def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chunks], float]:
-    """Return (the positions of each rank, with `count` chunks each; the maximum work of a rank divided by the mean)."""
+    """Distribute the sequence's chunks over ranks, `count` chunks to each rank. Return the positions of each rank, and
+    the ratio of the highest work of a rank to the mean work."""
     size = documents.length // (count * ranks)
     pairs = [0] * (count * ranks)
     for spans in documents.spans:

@@ -90,7 +90,8 @@ class Pipeline:
         self.progress = Progress(self._places(), device) if device.type == "cuda" else None
 
     def _places(self) -> Iterator[str]:
-        """Yield descriptions: for each instruction, of its wait and of its computation; then of the wait at the end."""
+        """Yield the texts for `progress`, which describe this rank's activity: its wait and its computation for each
+        instruction, and its wait at the end."""
         arriving = {each.transfer.made_by: each.transfer for each in self.program if isinstance(each, Receive)}
         for instruction in (each for each in self.program if isinstance(each, Instruction)):
             awaited = [arriving[each] for each in self.schedule.needs(instruction) if each in arriving]
@@ -99,7 +100,7 @@ class Pipeline:
         yield "waiting for other ranks to receive its results"
 
     def awaited(self, transfer: Transfer) -> str:
-        """Describe a wait until this rank receives a transfer."""
+        """Describe this rank's wait for a transfer that it receives."""
         return f"awaiting the {transfer.made_by.words} of rank {self.global_rank(transfer.source)}"
 
     def run(self, compute: Compute) -> list[Tensor]:
@@ -179,7 +180,7 @@ class Pipeline:
             )
 
     def taken(self, transfer: Transfer) -> str:
-        """Describe a wait until another rank receives a transfer."""
+        """Describe this rank's wait until another rank has received a transfer."""
         towards = stage_after(transfer.made_by, self.schedule.stages)
         target = self.global_rank(transfer.target)
         return f"waiting for rank {target}, for stage {towards}, to receive the {transfer.made_by.words}"
@@ -229,9 +230,8 @@ class _Step:
     place: int = 0
 
     def at(self, place: int) -> None:
-        """Record in the GPU's stream that the GPU reaches `place`, an index in `Pipeline.progress`, so that the GPU's
-        progress can be queried.
-        """
+        """Record on the stream that the GPU has reached the text with the index `place` in `Pipeline.progress`, so that
+        the GPU's progress can be queried."""
         if self.pipeline.progress is not None:
             self.pipeline.progress.mark(place)
 
@@ -311,7 +311,8 @@ class _Step:
         self.sending.append(_Posted(transfer, work, tensor))
 
     def _given(self, made_by: Instruction) -> Tensor:
-        """The result of an adjacent stage. If that stage is on another rank, wait for the result."""
+        """Take the result of the instruction `made_by` of an adjacent stage. If that stage is on another rank, wait
+        until the result arrives."""
         if made_by in self.made:
             return self.made.pop(made_by)
         posted = self.receiving.pop(made_by)
@@ -326,7 +327,7 @@ class _Step:
         return posted.tensor
 
     def finish(self) -> None:
-        """Wait until all sends have arrived."""
+        """Wait until the other ranks have received all results that this rank sends."""
         self.at(self.place)
         for posted in self.sending:
             with _noting(self.pipeline.taken(posted.transfer)):
@@ -350,7 +351,8 @@ def _in_words(output: object) -> str:
 
 @contextmanager
 def _noting(what: str) -> Iterator[None]:
-    """Add this rank's activity as a note to any exception. While the block runs, other ranks can query the activity."""
+    """If the block raises an exception, add `what`, this rank's activity, to it as a note. While the block runs, other
+    ranks can query the activity."""
     try:
         with awaiting(what.removeprefix("awaiting ")) if what.startswith("awaiting ") else nullcontext():
             yield

@@ -92,8 +92,8 @@ def others_wait(words: str) -> Iterator[None]:
 
 @contextmanager
 def awaiting(words: str) -> Iterator[None]:
-    """Say what this rank waits for while the block runs. After an error, the words stay, since other ranks may still
-    read them."""
+    """While the block runs, tell other ranks what this rank waits for. If the block raises an error, the text stays,
+    since other ranks may still read it."""
     _here.awaited = words
     yield
     _here.awaited = ""

@@ -35,7 +35,8 @@ class Progress:
         _all.add(self)
 
     def mark(self, place: int) -> None:
-        """Record on the stream that the GPU has reached a place or, with `DONE`, has passed the last place."""
+        """Record on the stream that the GPU has reached the text with the index `place` in `places`. `DONE` means that
+        the GPU has passed the last text."""
         self._at.copy_(self._numbers[place + 1 : place + 2], non_blocking=True)
 
     @property

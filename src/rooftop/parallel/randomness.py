@@ -102,7 +102,8 @@ class Stream:
 
 
 def _parts(name: str, tensor: Tensor, box: Boxes | None) -> list[tuple[Tensor, Box]]:
-    """Split a local tensor along its first dimension into the parts that the boxes describe."""
+    """Split a rank's part of a tensor along its first dimension, into one piece for each box. A box says where a piece
+    lies in the whole tensor."""
     boxes = _listed(box) or [Box.whole(tensor.shape)]
     counts = [math.prod(each.size) for each in boxes]
     row = math.prod(tensor.shape[1:])
@@ -131,7 +132,7 @@ Init = Callable[[Stream, Tensor, str, Boxes | None], object]
 
 @dataclass(frozen=True)
 class Normal:
-    """An initializer with normal numbers, truncated to [low, high]."""
+    """An initializer with normally distributed numbers, truncated to [low, high]."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -144,7 +145,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """An initializer with uniform numbers in [low, high)."""
+    """An initializer with uniformly distributed numbers in [low, high)."""
 
     low: float = 0.0
     high: float = 1.0
@@ -155,7 +156,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Constant:
-    """An initializer with a constant."""
+    """An initializer that sets all elements to one constant."""
 
     value: float
 

@@ -182,7 +182,7 @@ class _Recipe:
 
 
 class _Dropped:
-    """A view of a dropped tensor, which backward recomputes."""
+    """Stands for a saved tensor that is a view of a dropped tensor. Backward recomputes the dropped tensor."""
 
     __slots__ = ("place", "recipe", "view")
 

@@ -119,7 +119,7 @@ def _holds(value: Any) -> bool:
 
 
 def _tensors(holding: Mapping[nn.Module, dict[str, Any]], home: torch.device) -> list[Tensor]:
-    """All tensors that a replica must copy, without duplicates."""
+    """All tensors on the device `home` that a replica must copy, without duplicates."""
     found: dict[int, Tensor] = {}
     for module, attributes in holding.items():
         for value in chain(module._parameters.values(), module._buffers.values(), leaves(attributes)):

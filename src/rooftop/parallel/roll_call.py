@@ -49,11 +49,11 @@ GO_ON = "go on"
 
 
 class StoreEnded(RankError):
-    """The store closed during the roll call."""
+    """The store at which the ranks meet closed during the roll call."""
 
 
 class MeetingOver(Exception):
-    """Raised if the verdict is about other processes, so that this process must try the next meeting."""
+    """Raised if a meeting's verdict is about other processes, so that this process must try the next meeting."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ class RollCall:
         return str(self.store.get("verdict").decode())
 
     def _judge(self, until: float, patience_s: float) -> None:
-        """Write the verdict, unless another rank has written one."""
+        """Wait for the answers of all ranks, at most until the time `until`. Then write the meeting's verdict, unless
+        another rank has written one."""
         self.store.set("who", "1")
         self.store.set(f"answer/{self.rank}", "1")
         everybody = [f"answer/{rank}" for rank in range(self.size)]
@@ -130,7 +131,8 @@ class RollCall:
         self._decide("=" + wrong)
 
     def _decide(self, verdict: str) -> None:
-        """Write the verdict, unless there is one already. The key `who` then ends the wait of ranks in `_answer`."""
+        """Write the verdict, unless there is one already. Then set the key `who`, which ends the wait of ranks in
+        `_answer`."""
         self.store.compare_set("verdict", "", verdict)
         self.store.set("who", "1")
 

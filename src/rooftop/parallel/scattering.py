@@ -182,7 +182,8 @@ class _Share:
     done: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
 
     def opened(self, container: Any) -> Any:
-        """The share of the outermost value, which is never itself a list with one item per sample."""
+        """Return this device's share of the outermost container of the inputs. This container is never treated as a
+        list with one item per sample."""
         found = opened(container)
         return self.of(container) if found is None else found.made([self.of(value) for value in found.values])
 
@@ -205,7 +206,7 @@ class _Share:
         return leaf[self.start : self.end]
 
     def _whole(self, leaf: Any) -> Any:
-        """Move a value of one sample to the device without splitting it."""
+        """Move a value to the device without splitting it, because it belongs to one sample."""
         return self._moved(leaf, narrowed=False) if isinstance(leaf, Tensor) else leaf
 
     def _moved(self, tensor: Tensor, narrowed: bool) -> Tensor:

@@ -110,7 +110,7 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some weight gradients are computed separately."""
+        """Whether some weight gradients are computed by instructions of their own, apart from the input gradients."""
         return any(each.kind == "W" for instructions in self.instructions for each in instructions)
 
     @cached_property
@@ -355,9 +355,8 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """First run one forward for each later rank, then alternate forwards and backwards. A rank holds at most `ranks`
-    micro-batches.
-    """
+    """Each rank first runs one forward for each later rank, then alternates forwards and backwards. A rank holds the
+    activations of at most `ranks` micro-batches."""
     lists = []
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, micro_batches)

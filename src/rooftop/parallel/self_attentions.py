@@ -117,7 +117,8 @@ class ParallelSelfAttention(nn.Module):
         return self._dropped(out.view(x.shape))
 
     def summand(self, x: Tensor, rotation: Rotation | None, cache: Remembered | None, sums: NormSums) -> Summand:
-        """Run `forward` for inference, but leave the sum over the ranks to the norm that follows."""
+        """Run `forward` for inference, but return this rank's summand. The kernel of the norm that follows sums over
+        the ranks."""
         seen = self._attended(self.qkv(x), rotation, cache)
         return Summand(self.out.summand(self._merged(seen, x.shape)), self.out.bias, sums)
 
@@ -176,7 +177,8 @@ class ParallelSelfAttention(nn.Module):
         return rows.view(self._ranks, *shape[:2], rows.shape[-1]).transpose(0, 1).flatten(1, 2)
 
     def _out_of_order(self, seen: Tensor, shape: torch.Size) -> Tensor:
-        """The inverse of `_in_order`."""
+        """Flatten `seen`, which is in sequence order, to rows in the order of the tensor ranks: the inverse of
+        `_in_order`."""
         if self._ranks == 1:
             return seen
         return seen.unflatten(1, (self._ranks, shape[1])).transpose(0, 1).flatten(0, 2)
@@ -214,9 +216,8 @@ class ParallelSelfAttention(nn.Module):
 
 
 def _head_norm(features: int, epsilon: float | None, group: Group) -> RMSNorm | None:
-    """A norm with one weight for all heads. Each rank has the whole weight, and only its own heads' part of the
-    gradient. `ModelGradients` sums these gradients over the ranks.
-    """
+    """A norm over a head's features, with one weight for all heads. Each rank has the whole weight, but only its own
+    heads' part of the gradient. `ModelGradients` sums these parts over the ranks."""
     if epsilon is None:
         return None
     norm = RMSNorm(features, eps=epsilon)

@@ -115,7 +115,8 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def _one_dtype(model: nn.Module) -> torch.dtype:
-    """The common dtype of all parameters, in which gradients are summed."""
+    """Return the common dtype of all parameters, in which their gradients are summed. Raise ValueError if their dtypes
+    differ."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) != 1:
         found = " and ".join(sorted(str(dtype) for dtype in dtypes)) or "none"

@@ -250,7 +250,7 @@ def _said(group: Group, sequence_parallel: bool) -> str:
 
 
 def _first_column(piece: Piece) -> Piece:
-    """The piece of the bias that corresponds to a piece of the weight."""
+    """Convert a piece of a weight to the piece of the bias for the same rows."""
     box = piece.box
     return Piece(Box(box.shape[:1], box.start[:1], box.size[:1]), piece.holders, piece.first)
 
@@ -309,7 +309,8 @@ def _deferrable_product(
     split: Split,
     deferral: Deferral,
 ) -> tuple[Tensor, Tensor]:
-    """The product with a deferral. Deferral in backward is a side effect, so torch.compile must not trace this."""
+    """Compute the product of a column-parallel layer, and leave the weight's gradient to `deferral`. Backward then has
+    a side effect, so torch.compile must not trace this function."""
     x, weight, bias = cast_by_autocast(x, weight, bias)
     if not weight.requires_grad or not torch.is_grad_enabled():
         return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]

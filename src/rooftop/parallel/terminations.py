@@ -31,7 +31,7 @@ class Termination:
 
     @property
     def asked(self) -> bool:
-        """Whether SIGTERM has arrived. Only one thread may call this."""
+        """Whether this process has been asked to end: whether SIGTERM has arrived. Only one thread may call this."""
         if self._ears is not None and not self._heard:
             with suppress(BlockingIOError):
                 self._heard = signal.SIGTERM in self._ears.recv(4096)
@@ -39,7 +39,7 @@ class Termination:
 
     @property
     def ours(self) -> bool:
-        """Whether no other part of the program handles SIGTERM."""
+        """Whether SIGTERM still has Rooftop's handler, and no other part of the program handles it."""
         return self.handler is not None and signal.getsignal(signal.SIGTERM) is self.handler
 
 
@@ -96,9 +96,8 @@ def _go_on() -> None:
 
 
 def _as_before() -> None:
-    """Restore the handling in a forked process, such as a DataLoader worker, so that SIGTERM ends the
-    forked process as usual, and the parent does not notice.
-    """
+    """In a forked process, such as a DataLoader worker, remove Rooftop's handler of SIGTERM. The signal then ends the
+    forked process as usual, and the parent does not notice."""
     for termination in _active:
         signal.set_wakeup_fd(-1)
         if termination.ours:

@@ -40,14 +40,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Receive:
-    """Post the receive of a transfer."""
+    """A step of a rank's program: start to receive a transfer from another rank."""
 
     transfer: Transfer
 
 
 @dataclass(frozen=True)
 class Send:
-    """Post the send of a transfer."""
+    """A step of a rank's program: start to send a transfer to another rank."""
 
     transfer: Transfer
 
@@ -90,7 +90,8 @@ def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
     own, program = schedule.instructions[rank], list[Step]()
 
     def post_receives(until: int) -> None:
-        """Post the receives up to a transfer's number, unless a send must come first."""
+        """Append receives to the program, up to the transfer with the number `until`. Stop earlier if a send must come
+        first."""
         while waiting and waiting[0].number <= until and waiting[0].target == rank:
             program.append(Receive(waiting.pop(0)))
 

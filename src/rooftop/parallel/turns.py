@@ -115,7 +115,8 @@ def _already(x: Tensor) -> Pending:
 
 
 class _Way:
-    """Holds the exchange in progress. If autograd drops the graph, this object does not keep the graph alive."""
+    """Holds an exchange in progress, between its start and its end in an autograd graph. This object does not keep the
+    graph alive."""
 
     __slots__ = ("back", "pending", "there")
 

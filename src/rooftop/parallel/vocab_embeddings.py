@@ -65,7 +65,7 @@ class VocabParallelEmbedding(Embedding):
         return embedding(row.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
 
     def extra_repr(self) -> str:
-        """The size of the table, and this rank's part of it."""
+        """The size of the embedding table, this rank's index, and the number of the table's rows on each rank."""
         if self.group is None:
             return super().extra_repr()
         index, count = place_in(self.group)

@@ -130,7 +130,7 @@ def _inverse(target: Tensor, mean: bool, classes: Classes, dtype: torch.dtype) -
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes the losses (N,) of logits (N, columns)."""
+    """Computes the losses (N,) from this rank's columns of the logits, (N, columns)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, classes: Classes) -> Tensor:

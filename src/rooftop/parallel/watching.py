@@ -215,7 +215,8 @@ class Watch:
         )
 
     def _leave(self) -> None:
-        """Kill this process if its main thread does not leave the block. Nothing else can free a hanging thread."""
+        """After a failure, kill this process if its main thread does not leave the `with` block in time. Nothing else
+        can free a hanging thread."""
         until, asked_until = time.monotonic() + LEAVING_S, float("inf")
         while not self._stop.wait(WATCH_S):
             if self.termination.asked and asked_until == float("inf"):

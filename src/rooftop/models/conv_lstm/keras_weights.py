@@ -122,7 +122,7 @@ def as_torch(layer: KerasLayer) -> dict[str, Tensor]:
 
 
 def _channels_first(kernel: Tensor) -> Tensor:
-    """Permute (..., C, F) to (F, C, ...)."""
+    """Permute a kernel from Keras's layout (..., C, F) to torch's layout (F, C, ...)."""
     spatial = range(kernel.dim() - 2)
     return kernel.permute(kernel.dim() - 1, kernel.dim() - 2, *spatial).contiguous()
 
@@ -163,7 +163,7 @@ def read_keras_weights(path: str | Path) -> list[KerasLayer]:
 
 
 def _by_names(root: Any) -> Iterator[KerasLayer]:
-    """Read the layers of an older file, which lists its layers and the names of each layer's weights."""
+    """Read the layers of a file that is older than Keras 3. It lists its layers and their weights by name."""
     for name in map(_text, root.attrs["layer_names"]):
         group = root[name]
         paths = [_text(each) for each in group.attrs["weight_names"]]
@@ -175,7 +175,8 @@ def _by_names(root: Any) -> Iterator[KerasLayer]:
 
 
 def _by_numbers(file: Any) -> Iterator[KerasLayer]:
-    """Read the layers of a Keras 3 file, whose groups are named by class and counter, such as conv2d_1."""
+    """Read the layers of a Keras 3 file. Its HDF5 groups are named by the layer's class and a counter, such as
+    conv2d_1."""
     found: list[tuple[str, int, str, list[Tensor]]] = []
 
     def visit(path: str, item: Any) -> None:
@@ -199,7 +200,8 @@ def _by_numbers(file: Any) -> Iterator[KerasLayer]:
 
 
 def _kind(weights: dict[str, Tensor]) -> str:
-    """Infer the kind of a layer in an older file from its weights. Such a file does not store classes of layers."""
+    """Infer the kind of a layer from its weights, because a file that is older than Keras 3 does not store classes of
+    layers."""
     if "recurrent_kernel" in weights and weights["recurrent_kernel"].dim() == 4:
         return "conv_lstm2d"
     if "moving_mean" in weights:
@@ -217,7 +219,7 @@ def _text(name: Any) -> str:
 
 
 def _last(path: str) -> str:
-    """The weight's name at the end of a path such as layer/cell/kernel:0."""
+    """The name of a weight, such as "kernel", at the end of a path such as layer/cell/kernel:0."""
     return path.rpartition("/")[2].partition(":")[0]
 
 

@@ -309,7 +309,7 @@ class ConvLSTM2D(nn.Module):
         return hidden.to(inputs.dtype), cell.to(self.kernel.dtype)
 
     def _as_given(self, x: Tensor) -> Tensor:
-        """Move the channels of (..., F, H', W') to their position in data_format."""
+        """Convert (..., F, H', W') to the layout that `data_format` names: channels last, or unchanged."""
         return x.movedim(-3, -1) if self.data_format == LAST else x
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:

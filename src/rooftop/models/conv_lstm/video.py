@@ -68,7 +68,7 @@ def load_next_frame_network(weights: str | Path) -> NextFrameNetwork:
 
 
 def _options(path: Path) -> dict[str, Any]:
-    """Infer the options of the network in a file from the shapes of its kernels."""
+    """Infer the options for building the network whose weights are in a file, from the shapes of the kernels."""
     kernels, heads = _keras_kernels(path) if path.suffix.lower() in KERAS else _kernels(path)
     if (
         [each.dim() for each in kernels] != [4, 4, 4]
@@ -91,7 +91,8 @@ def _options(path: Path) -> dict[str, Any]:
 
 
 def _kernels(path: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """Read the kernels of the ConvLSTM layers and of the head from a file of torch.save or safetensors."""
+    """Read the kernels of the ConvLSTM layers and of the head (the last convolution) from a file of torch.save or
+    safetensors."""
     tensors = read_weights(path)
     try:
         tensors = converted(tensors, NEXT_FRAME, "a next-frame network").tensors

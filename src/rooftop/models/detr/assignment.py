@@ -147,7 +147,8 @@ def _search(
 
 
 def _over(done: Tensor) -> bool:
-    """Whether all problems are done. Always False on a GPU, because the check would wait for the device."""
+    """Whether all assignment problems of the batch are solved. Always False on a GPU, because the check would wait for
+    the device."""
     return done.device.type == "cpu" and bool(done.all())
 
 

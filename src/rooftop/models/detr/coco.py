@@ -110,7 +110,8 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         return read_image(self.folder / self.images[index]["file_name"])
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
-        """Raise InputError if the photograph does not exist or is damaged."""
+        """Return the resized photograph, and the labels and boxes of its objects. Raise InputError if the photograph
+        does not exist or is damaged."""
         described = self.images[index]
         photo = self.picture(index)
         width, height = photo.size
@@ -183,7 +184,7 @@ def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) ->
 
 
 def _judged(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add the entries that pycocotools needs and that a file of boxes may lack."""
+    """Add the entries "id", "iscrowd" and "area", which pycocotools needs, to annotations that lack them."""
     return [
         {"id": place, "iscrowd": 0, "area": each["bbox"][2] * each["bbox"][3], **each}
         for place, each in enumerate(annotations, 1)
@@ -191,7 +192,7 @@ def _judged(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _edges(bbox: Sequence[float], width: int, height: int) -> tuple[float, float, float, float]:
-    """Convert a box to left, top, right and bottom, clipped to the photograph."""
+    """Convert a box (left, top, width, height) to left, top, right and bottom, clipped to the photograph."""
     left, top, box_width, box_height = bbox
     right, bottom = left + box_width, top + box_height
     return max(left, 0), max(top, 0), min(right, width), min(bottom, height)
@@ -205,7 +206,7 @@ REQUIRED = {
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Read the file, and check that all fields in use exist and have the right types."""
+    """Read an annotation file in COCO's format, and check the fields that Rooftop uses, as `_checked` does."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -216,7 +217,8 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _checked(found: Any, path: object) -> Mapping[str, Any]:
-    """Check that all fields in use exist and have the right types; returns `found`."""
+    """Check that an annotation file has all fields that Rooftop uses, with the right types. Return `found`, the file's
+    content."""
     for part, fields in REQUIRED.items():
         rows = found.get(part) if isinstance(found, Mapping) else None
         if not isinstance(rows, list):

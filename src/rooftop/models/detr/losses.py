@@ -125,7 +125,8 @@ class Matcher:
 
     @torch.no_grad()
     def __call__(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
-        """Return the query of each object, int64 (B, M); -1 in the padding, or if no query is left for the object."""
+        """Return the index of the query that is matched with each object, int64 (B, M). It is -1 in the padding, or if
+        no query is left because there are more objects than queries."""
         assign = assign_batched if self.batched else assign_on_host
         return assign(self.costs(predictions, targets), targets.valid)
 
@@ -192,7 +193,8 @@ class SetCriterion(nn.Module):
         return losses
 
     def total(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """Sum the losses of all layers, with their weights; losses without a weight are left out."""
+        """Return the weighted sum of all losses, of the last layer and of earlier layers. Losses without a weight do
+        not count."""
         weights = {name: self.weights.get(name.rstrip("0123456789").rstrip("_")) for name in losses}
         return torch.stack([weight * losses[name] for name, weight in weights.items() if weight is not None]).sum()
 

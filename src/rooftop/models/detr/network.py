@@ -162,7 +162,8 @@ class Attention(nn.Module):
         nn.init.zeros_(self.out_proj.bias)
 
     def projection(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The packed weights and biases of parts `first` to `last`, inclusive: queries (0), keys (1), values (2)."""
+        """The rows of the packed weight and bias from part `first` to part `last`, inclusive. Part 0 projects to
+        queries, part 1 to keys, part 2 to values."""
         rows = slice(first * self.width, (last + 1) * self.width)
         return self.in_proj_weight[rows], self.in_proj_bias[rows]
 
@@ -189,7 +190,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Cross-attention of objects to cells; the keys and values are already projected."""
+    """Cross-attention of objects to the cells of a feature map. The keys and values are already projected."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Attend with queries (B, Q, D) to keys, values (B, S, D); `allowed` (B, 1, 1, S) is True for visible cells."""
@@ -197,7 +198,8 @@ class CrossAttention(Attention):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention of cells, then a feed-forward network; a norm follows each residual sum ("post-norm")."""
+    """Self-attention of a feature map's cells, then a feed-forward network. A norm follows each residual sum
+    ("post-norm")."""
 
     def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()

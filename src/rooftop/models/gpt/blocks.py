@@ -33,7 +33,7 @@ Dropouts = Callable[[float, str], nn.Module]
 
 
 def plain_dropouts(probability: float, name: str) -> nn.Module:
-    """Create PyTorch's dropout module; the name has no effect."""
+    """Create PyTorch's dropout module. `name` is ignored; other functions of the type `Dropouts` use it."""
     return nn.Dropout(probability)
 
 
@@ -202,7 +202,7 @@ class Block(nn.Module):
         cache: Remembered | None,
         sums: NormSums,
     ) -> tuple[Tensor, Summand]:
-        """Run `forward` for inference, with sums over the ranks in the kernels of the norms."""
+        """Run `forward` for inference, but let the kernels of the norms sum over the ranks."""
         x, normed = summed_and_normed(self.attention_norm, x, update)
         x, normed = summed_and_normed(self.mlp_norm, x, self.attention.summand(normed, rotation, cache, sums))
         return x, self.mlp.summand(normed, sums)

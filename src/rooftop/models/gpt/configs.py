@@ -224,7 +224,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def _window_of(given: Mapping[str, Any], kind: LikeLlama, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """The attention window, and the layers that use it (None: all layers)."""
+    """Read the attention window from Hugging Face's config. Return the window (None: no window), and the layers that
+    use it (None: all layers)."""
     window, types = given.get("sliding_window", kind.window), given.get("layer_types")
     if kind.window is None:  # a Llama ignores sliding_window
         window = None
@@ -248,7 +249,8 @@ def _window_of(given: Mapping[str, Any], kind: LikeLlama, layers: int) -> tuple[
 
 
 def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
-    """Raise ValueError if a given value differs from the expected value; a missing or null value is accepted."""
+    """Raise ValueError if a value in Hugging Face's config differs from the expected value. A missing or null value is
+    accepted."""
     for name, value in expected.items():
         found = given.get(name)
         if found is not None and found != value:

@@ -291,7 +291,7 @@ class Generation:
 
     def _make_state(self, width: int) -> None:
         """Allocate the tensors that a decoding step reads and writes: a row for each sequence that is decoded at the
-        same time. A row has room for the numbers of `width` pages."""
+        same time. A row has room for the numbers of `width` cache pages."""
         rows, where = self.rows, self.device
         self._active: dict[int, _Sequence] = {}
         self._free_rows = list(reversed(range(rows)))

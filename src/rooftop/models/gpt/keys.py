@@ -129,7 +129,7 @@ def names_of(config: GptConfig) -> Literal["gpt2", "llama"]:
 
 
 def _has_bias(ours: str, config: GptConfig) -> bool:
-    """Whether a module in a layer has a bias."""
+    """Whether the module `ours` (its name within a layer) has a bias."""
     if ours.endswith("norm"):
         return config.norm == "layer" and config.biases
     if ours.startswith("mlp"):
@@ -138,7 +138,8 @@ def _has_bias(ours: str, config: GptConfig) -> bool:
 
 
 def _rows(ours: str, config: GptConfig) -> tuple[int, ...]:
-    """The number of rows of each part, such as queries, keys and values, of a packed module in a layer."""
+    """The number of rows of each part of the module `ours` in a layer. For example, the parts of a packed module are
+    queries, keys and values."""
     if ours == "attention.qkv":
         return config.query_width, config.kv_width, config.kv_width
     if ours.startswith("attention.") and ours.endswith("norm"):
@@ -326,12 +327,13 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def differing(match: Match, config: GptConfig, tensors: Tensors) -> list[str]:
-    """List the ignored keys whose tensors differ from the tensors that the config determines."""
+    """List the ignored keys whose tensors differ from the values that the config determines, such as rotary
+    frequencies."""
     return [key for key in match.following if not _follows(key, tensors.whole(key), config)]
 
 
 def _follows(key: str, given: Tensor, config: GptConfig) -> bool:
-    """Whether an ignored tensor is the tensor that the config determines."""
+    """Whether an ignored tensor has the values that the config determines, such as rotary frequencies."""
     if given.is_meta:
         return True
     if key.endswith("inv_freq"):

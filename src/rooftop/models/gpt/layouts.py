@@ -42,7 +42,8 @@ from rooftop.parallel.shards import Shard, shards_of
 
 @dataclass(frozen=True)
 class OfPieces:
-    """A rule that initializes a rank's part of a parameter; padding is 0."""
+    """An initialization rule for a rank's part of a parameter. It applies `rule` to each piece of the part, and sets
+    padding to 0."""
 
     rule: Init
     shard: Shard

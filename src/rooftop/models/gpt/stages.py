@@ -120,7 +120,8 @@ def divided(
         return sums[end] - sums[start] + (first if part == 0 else 0) + (last if part == parts - 1 else 0)
 
     def measured(ends: Sequence[int]) -> tuple[float, float, float]:
-        """Return the highest cost of a rank, the highest cost of a part, and the sum of all squared costs of both."""
+        """Return, for a division with these ends, the highest cost of a rank and of a part. The third number is the sum
+        of the squared costs of all ranks and all parts."""
         of_parts = [cost(part, *span) for part, span in enumerate(pairwise([0, *ends]))]
         of_ranks = [sum(of_parts[part] for part in held) for held in placement]
         return max(of_ranks), max(of_parts), sum(each * each for each in (*of_ranks, *of_parts))
@@ -136,7 +137,8 @@ def divided(
 
 
 def _neighbours(ends: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the divisions in which, compared with this one, one part has an item less and another part an item more."""
+    """Yield each division in which one part has one item less, and another part one item more, than in the division
+    with these ends."""
     sizes = [end - start for start, end in pairwise([0, *ends])]
     for giver, taker in permutations(range(len(sizes)), 2):
         if sizes[giver] > 1:
@@ -150,7 +152,8 @@ def _best(
     joined: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, list[int]]:
-    """Find the cheapest division whose parts cost at most the limit; returns (total cost, ends of the parts)."""
+    """Find the cheapest division of the items into consecutive parts that each cost at most `limit`. Return (total
+    cost, end of each part)."""
     # best[end]: the best division of the items before `end` into the parts so far
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for part in range(parts):

@@ -120,7 +120,7 @@ class Decoder:
         return text
 
     def rest(self) -> str:
-        """Return the text that was held back; call this after the last token."""
+        """Return the text that `add` held back because a character is incomplete. Call this after the last token."""
         text = self._new()
         self._told = len(self._tokens)
         return text

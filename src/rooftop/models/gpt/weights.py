@@ -276,7 +276,8 @@ def _whole_shape(held: Tensor, shard: Shard | None) -> tuple[int, ...]:
 
 
 def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """Yield the pieces of a rank's part of a tensor, each with its start in the whole tensor; sets padding to 0."""
+    """Yield the pieces of `held`, a rank's part of a tensor, each with its start in the whole tensor. Padding in `held`
+    is set to 0."""
     if shard is None:
         yield held, (0,) * held.dim()
         return

@@ -282,17 +282,19 @@ def _extent(xyz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _radius(count: int) -> float:
-    """The drawn radius of a point, as a share of the cloud's radius; it is larger in clouds with fewer points."""
+    """The radius at which a point is drawn, as a fraction of the cloud's radius. Points are larger in clouds with fewer
+    points."""
     return min(THICKEST, THICKNESS * (1e5 / count) ** 0.5) / 2
 
 
 def _rank(count: int, share: float) -> int:
-    """Return the rank, counted from 1, of the value below which the fraction `share` of the sorted values lies."""
+    """The rank, counted from 1, of a quantile among `count` values in ascending order: the fraction `share` of the
+    values lies below it."""
     return min(count, 1 + int(share * count))
 
 
 def draw(view: View, colours: Tensor, width: int, height: int) -> Image.Image:
-    """Draw N points with uint8 colours (N, 3)."""
+    """Draw the points of a view, with colours (N, 3) uint8. Nearer points hide farther points."""
     width, height = FINER * width, FINER * height
     radii, order = (FINER * view.radii).clamp(SMALLEST, LARGEST).where(view.depths > 0, -1.0).sort(descending=True)
     columns, rows, depths = FINER * view.columns[order], FINER * view.rows[order], view.depths[order]

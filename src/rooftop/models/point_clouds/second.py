@@ -81,7 +81,7 @@ def norm(channels: int) -> nn.BatchNorm1d:
 
 
 def kept(channels: int, out: int, key: str) -> SparseSequential:
-    """A submanifold convolution, which keeps the sites, then norm and ReLU."""
+    """A submanifold convolution, whose output has the same active sites as its input, then norm and ReLU."""
     return SparseSequential(SubMConv3d(channels, out, 3, bias=False, indice_key=key), norm(out), nn.ReLU())
 
 

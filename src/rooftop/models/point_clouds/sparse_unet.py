@@ -160,7 +160,7 @@ class Block(nn.Module):
 
 
 class Up(nn.Module):
-    """Upsamples to the finer sites, concatenates the skip connection's features, then runs blocks."""
+    """Upsamples to the sites of the next finer level, concatenates the skip connection's features, then runs blocks."""
 
     def __init__(self, up: nn.Module, blocks: nn.Module) -> None:
         super().__init__()
@@ -181,17 +181,17 @@ def unit(channels: int, out: int, key: str) -> SparseSequential:
 
 
 def two_units(channels: int, out: int, key: str) -> nn.Sequential:
-    """A level of the plain U-Net."""
+    """A level of the plain U-Net: two submanifold convolutions, each with norm and ReLU."""
     return nn.Sequential(unit(channels, out, key), unit(out, out, key))
 
 
 def residual_blocks(channels: int, out: int, count: int, key: str) -> nn.Sequential:
-    """A level of a MinkUNet."""
+    """A level of a MinkUNet: `count` residual blocks."""
     return nn.Sequential(*(Block(channels if i == 0 else out, out, key) for i in range(count)))
 
 
 def halving(channels: int, out: int, kernel: int, padding: int, key: str) -> SparseSequential:
-    """A convolution of stride 2, norm and ReLU."""
+    """A convolution of stride 2, which halves the grid, then norm and ReLU."""
     return SparseSequential(
         SparseConv3d(channels, out, kernel, 2, padding, bias=False, indice_key=key),
         nn.BatchNorm1d(out),
@@ -200,7 +200,8 @@ def halving(channels: int, out: int, kernel: int, padding: int, key: str) -> Spa
 
 
 def doubling(channels: int, out: int, kernel: int, key: str) -> SparseSequential:
-    """The inverse convolution of the `halving` with this key, norm and ReLU."""
+    """The inverse convolution of the `halving` with the same key, which restores that layer's input sites, then norm
+    and ReLU."""
     return SparseSequential(
         SparseInverseConv3d(channels, out, kernel, bias=False, indice_key=key),
         nn.BatchNorm1d(out),
@@ -217,7 +218,7 @@ def enlarged(x: SparseConvTensor, multiple: int) -> SparseConvTensor:
 
 
 def on_grid(x: SparseConvTensor, shape: Sequence[int]) -> SparseConvTensor:
-    """Change the size of the grid, with the same sites."""
+    """Change the size of the grid without changing its active sites."""
     return x if list(shape) == list(x.spatial_shape) else x.derived(x.features, x.indices, shape)
 
 

@@ -67,11 +67,11 @@ class Block(nn.Module):
 
     @property
     def last_norm(self) -> nn.Module:
-        """The norm at the end of f; if its weights and biases are zero, f(x) is zero."""
+        """The norm at the end of the residual branch f. If its weights and biases are zero, f(x) is zero."""
         raise NotImplementedError
 
     def residual(self, x: Tensor) -> Tensor:
-        """f(x), the branch with weights."""
+        """Compute f(x), the residual branch of the block, without the shortcut."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:

@@ -245,7 +245,8 @@ class ShiftedWindowAttentionV2(ShiftedWindowAttention):
 
     @constant
     def _bias_and_scale(self) -> tuple[Tensor, Tensor]:
-        """The bias (3 * C,) of queries, keys and values, and the scale (heads,)."""
+        """The bias (3 * C,) of the packed projection to queries, keys and values, and the factor of each head's scores,
+        (heads,). The keys' part of the bias is zero."""
         query_bias, key_bias, value_bias = self.qkv.bias.chunk(3)
         bias = torch.cat((query_bias, torch.zeros_like(key_bias), value_bias))  # keys have no bias
         return bias, self.logit_scale.clamp(max=math.log(100.0)).exp().flatten()
@@ -261,7 +262,8 @@ def relative_positions(window: Size) -> Tensor:
 
 
 def log_offsets(window: Size) -> Tensor:
-    """Scale the offsets x in a window to -8..8, and return sign(x) log2(|x| + 1) / 3: (1, 2 h - 1, 2 w - 1, 2)."""
+    """Return sign(x) log2(|x| + 1) / 3, (1, 2 h - 1, 2 w - 1, 2). Here x is the offset between two positions of a
+    window, scaled to -8..8."""
     axes = [torch.arange(-(size - 1), size, dtype=torch.float32) / max(1, size - 1) for size in window]
     offsets = 8 * torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)[None]
     return torch.sign(offsets) * torch.log2(torch.abs(offsets) + 1.0) / 3.0

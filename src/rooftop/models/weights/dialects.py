@@ -64,7 +64,7 @@ class Converted:
 
     @property
     def unneeded(self) -> tuple[str, ...]:
-        """The ignored keys of the file."""
+        """The file's keys that are ignored because the model does not need them."""
         return tuple(self.left_out)
 
 

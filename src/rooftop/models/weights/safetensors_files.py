@@ -121,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def unreadable_safetensors(path: Path, error: Exception) -> WeightsError:
-    """Create the error for a file that the library cannot read."""
+    """Create the error for a file that the library `safetensors` cannot read."""
     return WeightsError(
         f"{path} is damaged or not a safetensors file ({error}){called(path)}. Expected a file written by "
         "safetensors.torch.save_file"
