@@ -72,7 +72,9 @@ class Program:
 
 @functools.lru_cache(maxsize=1024)
 def program_of(text: str) -> Program:
-    """The program of a text such as "tnt: a0 * a1 + a2", "tnt autocast: ..." or "tnt 0=10: ..."."""
+    """Parse the text of a program such as "tnt: a0 * a1 + a2". Options precede the colon: "tnt autocast: ..." computes
+    as under autocast; "tnt 0=10: ..." keeps the first and sums the second dimension of output 0.
+    """
     head, _, trees = text.partition(":")
     kinds, *options = head.split(" ")
     autocast = options[:1] == ["autocast"]
@@ -112,7 +114,9 @@ class Plan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(program: Program, kinds: tuple[Kind | None, ...], default: torch.dtype) -> Plan:
-    """The plan for arguments of these kinds; `default` is the dtype of floating point results of integers."""
+    """The plan of a program for arguments with these dtypes and ranks. `default`: the dtype of a result if an operation
+    turns integers into floating-point numbers.
+    """
     types = types_of(program.outputs, kinds, program.autocast)
     nodes = [node for node in topological(program.outputs) if node.operands]
     double = any(types[id(node)].common == torch.float64 for node in nodes) or any(
@@ -204,8 +208,8 @@ def summed_shape(shape: torch.Size, kept: str) -> torch.Size:
 
 
 def strides_of(shape: torch.Size, arguments: Sequence[Argument | None], used: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of the results, as in PyTorch. If the first tensor that has the full shape is dense, these are its
-    strides; otherwise None, which means contiguous.
+    """Strides of a result of this shape, as PyTorch chooses them: the strides of the first argument in `used` that has
+    the same shape, if that tensor is dense. Otherwise None, which means a contiguous result.
     """
     for i in used:
         tensor = arguments[i]
@@ -285,8 +289,8 @@ def gradients_of(
 
 
 def kept_dims(shape: torch.Size, full: torch.Size) -> str:
-    """Return one digit for each dimension of `full`: 1 if a tensor of shape `shape` has that dimension, 0 if the
-    tensor's gradient is summed over that dimension. Return "" if nothing is summed.
+    """How to sum a gradient of shape `full` to the shape of the tensor that it belongs to. Return one digit for each
+    dimension of `full`: 1 if the dimension stays, 0 if it is summed. Return "" if all dimensions stay.
     """
     missing = len(full) - len(shape)
     kept = [size == 1 for size in full[:missing]] + [a == b for a, b in zip(shape, full[missing:], strict=True)]
