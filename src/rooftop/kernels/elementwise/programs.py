@@ -61,12 +61,14 @@ class Program:
     autocast: bool = False
 
     def arguments(self, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> tuple[Argument | None, ...]:
-        """All arguments by number."""
+        """All arguments of the program in their original order: `tensors` and `numbers` at the positions that `kinds`
+        states, and None for an unused argument.
+        """
         rest: dict[str, Any] = {"t": iter(tensors), "n": iter(numbers), "-": iter([None] * len(self.kinds))}
         return tuple(next(rest[kind]) for kind in self.kinds)
 
     def places(self, kind: str) -> list[int]:
-        """Indices of the arguments of one kind."""
+        """Indices of the arguments of one kind: "t" for tensors, "n" for numbers, "-" for unused arguments."""
         return [i for i, each in enumerate(self.kinds) if each == kind]
 
 

@@ -325,8 +325,8 @@ def _compensated(sums, lost, values):
 
 @triton.jit
 def _rows_from(source, row, step, ACROSS: tl.constexpr):
-    """Load a block (rows, K) of a matrix through its tensor descriptor `source`. Without ACROSS, the matrix is
-    contiguous along K. With ACROSS, it is contiguous along its rows' index, and the loaded block is transposed.
+    """Load a block (rows, K) of a matrix through its tensor descriptor `source`. With ACROSS, the columns of the matrix
+    are contiguous instead of its rows, and the function transposes the loaded block.
     """
     if ACROSS:
         block = source.load([step, row]).T
