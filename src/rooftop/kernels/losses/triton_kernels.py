@@ -329,8 +329,7 @@ def _next_group(position, GROUP: tl.constexpr):
 
 @triton.jit
 def _scale_blocks(gradient, scale, result, elements, BLOCK: tl.constexpr):
-    """Write gradient * scale to `result`. With P programs, each program processes every P-th block of BLOCK elements.
-    """
+    """Write gradient * scale to `result`. Each of P programs processes every P-th block of BLOCK elements."""
     for block in tl.range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(gradient + index, mask=index < elements, other=0.0).to(tl.float32) * scale
