@@ -95,8 +95,9 @@ class Places:
         self.shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def formulas(self, place: int) -> list[Code]:
-        """For the allocation with index `place` in `memory`, the formulas of its sizes; empty if the sizes do not vary
-        from call to call."""
+        """The formulas of the sizes of the allocation with index `place` in `memory`. The list is empty if these sizes
+        do not vary from call to call.
+        """
         shape = self.lesson.shapes.get(place + len(self.lesson.given))
         return [] if shape is None else codes_of(shape)
 
@@ -116,8 +117,8 @@ class Places:
         return source - count if whole and made.data_ptr() == tensor.data_ptr() and made.dtype == tensor.dtype else None
 
     def of_result(self, result: Tensor | None) -> Result:
-        """The `Result` for a tensor that the call returns. Two results may be the same tensor. If the result is an
-        allocation of the plan, that allocation gets the result's shape.
+        """The location in memory of a tensor that the call returns, as a `Result` of the plan. Two results may be the
+        same tensor. If the result is an allocation of the plan, that allocation gets the result's shape.
         """
         if result is None:
             return Result(-1)
@@ -137,8 +138,9 @@ class Places:
         return Result(source, ANY, ANY) if self.is_varied(place) else Result(source, *shape)
 
     def of_gradient(self, gradient: Tensor | None) -> Result:
-        """The `Result` for a gradient. A gradient may also be a view of a given tensor, such as an expanded output
-        gradient."""
+        """The location of a gradient in memory, as a `Result` of the plan. The gradient may also be a view of a given
+        tensor, such as an expanded output gradient.
+        """
         source = None if gradient is None else self.lesson.source(gradient)
         if gradient is None or source is None or source >= len(self.lesson.given):
             return self.of_result(gradient)
@@ -154,8 +156,8 @@ class Places:
         return Result(source, tuple(gradient.shape), gradient.stride(), offset)
 
     def of_argument(self, tensor: Tensor) -> int:
-        """The index of the given tensor that an operator's argument is a view of. The view has all elements of that
-        tensor, in the same order.
+        """An operator that autograd records takes a view of one of the call's given tensors. Return that tensor's
+        index. The view must have all elements of the tensor, in the same order.
         """
         source = self.lesson.source(tensor)
         if source is None or source >= len(self.lesson.given):
@@ -220,8 +222,8 @@ def _launch_of(step: Step | Called, varied: Varied | None = None, by_driver: boo
 def _launch_varying(
     step: Step, grid: Sequence[Any], numbers: dict[int, Any], sources: Sequence[Any], values: Sequence[int]
 ) -> None:
-    """Launch a kernel whose grid and some arguments are formulas of `values`. `numbers` maps the index of an argument
-    to its formula.
+    """Repeat a recorded launch with other sizes. `grid` and `numbers` (formulas by the index of a kernel argument) are
+    formulas, whose variables have the values `values`. `sources` has the tensors to which the kernel gets pointers.
     """
     given = step.given.copy()
     for place, code in numbers.items():

@@ -53,8 +53,8 @@ class Compiled:
         self.stream_of = driver.active.get_current_stream
 
     def launch(self, grid: tuple[int, ...], given: Sequence[Any]) -> None:
-        """Launch the kernel with these addresses and numbers on the current stream. The kernel's device must be the
-        current device.
+        """Launch the kernel on the current stream. `given`: the addresses and numbers that are its arguments before the
+        constants. The kernel's device must be the current device.
         """
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         stream = self.stream_of(self.device)
@@ -140,8 +140,8 @@ def _with_descriptors(kernel: Any, made: Any, args: Sequence[Any], parameters: d
 
 
 def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> Compiled | None:
-    """Cache a compiled kernel if its constants follow its other arguments, and the caller passes all constants
-    by name.
+    """Cache a compiled kernel and return it; None if it cannot be cached. It can be cached if its constants follow its
+    other arguments, and the caller passes all constants by name.
     """
     constants = _constants(kernel, compiled, count, parameters)
     if constants is None or any(each.is_constexpr for each in kernel.params[:count]):
@@ -153,8 +153,8 @@ def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, paramete
 
 
 def _constants(kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The values of a kernel's parameters after the first `count`. None if one of them is no constant or is not passed
-    by name, or if only Triton can launch the kernel.
+    """The values of a kernel's parameters after the first `count`, which must be constants that the caller passes by
+    name. None if they are not, or if only Triton can launch the kernel.
     """
     constants = kernel.params[count:]
     if not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks:

@@ -22,8 +22,8 @@ _FORMATS = {
 
 
 def for_driver(step: Step, varied: Varied | None = None) -> dict[str, Any] | None:
-    """Describe a launch for the driver, with formulas for sizes that vary. Return None if only Triton can launch the
-    kernel.
+    """Describe a recorded launch for the C++ code, which repeats it through the CUDA driver. `varied` has formulas for
+    sizes that vary from call to call. Return None if only Triton can launch the kernel.
     """
     assert step.compiled is not None
     compiled: Any = step.compiled.whole

@@ -57,8 +57,9 @@ def _unseen(arguments: Sequence[Any]) -> bool:
 
 
 def _are_plain(arguments: Sequence[Any]) -> bool:
-    """Whether all tensors, including those in lists, are plain PyTorch tensors: not on the meta device, without a
-    pending negation, and no `_is_zerotensor()`."""
+    """Whether all tensors among the arguments, including those in lists, are plain PyTorch tensors: not on the meta
+    device, not lazily negated (`is_neg`), and not the zeros of `_is_zerotensor`.
+    """
     for argument in arguments:
         kind = type(argument)
         if kind in _NO_TENSORS:

@@ -27,8 +27,8 @@ Converter = Callable[[Any, int], Any]
 
 @dataclass(frozen=True)
 class Pointee:
-    """The tensors that a pointer parameter accepts: the possible dtypes (None: any dtype), and the required `alignment`
-    of addresses in bytes.
+    """The tensors that a kernel's pointer parameter accepts: their possible dtypes (None: any dtype), and the number of
+    bytes of which their address must be a multiple.
     """
 
     dtypes: tuple[torch.dtype, ...] | None
@@ -200,8 +200,8 @@ def _boolean(what: str) -> Converter:
 
 
 def _integer(what: str, dtype: torch.dtype) -> Converter:
-    """Convert an int for `cuda.core`. `cuda.core` copies eight bytes, and the kernel reads the lowest bytes. Values of
-    2^63 or more need an explicit type.
+    """Make the function that converts an int to a kernel argument of this dtype. `cuda.core` copies eight bytes of it,
+    of which the kernel reads the lowest. Values of 2^63 or more need an explicit type.
     """
     limits = torch.iinfo(dtype)
     least, most = limits.min, limits.max

@@ -116,7 +116,7 @@ def depends(why: str) -> None:
 
 
 def became_known() -> None:
-    """Call all functions in `after_known`."""
+    """Call the functions in `after_known`, because a call was observed and its record is stored."""
     for then in after_known:
         then()
 
@@ -475,8 +475,8 @@ class Observer(LightMode):
         return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind)
 
     def is_used(self, source: int) -> bool:
-        """Whether an observed launch has a pointer to this source. Otherwise, code that was not observed computed the
-        source.
+        """Whether an observed kernel launch has a pointer to this source, a tensor or allocation of the call. If not,
+        code that was not observed computed the source.
         """
         return any(pointer.source == source for step in self.launched for pointer in step.pointers)
 

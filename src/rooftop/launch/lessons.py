@@ -164,8 +164,9 @@ class Lesson(Observer):
     key: Callable[[Tensor], int] = staticmethod(lambda tensor: tensor.untyped_storage().data_ptr())
 
     def _name_sizes(self, given: Sequence[Tensor | int], varying: Sequence[int]) -> None:
-        """Assign a variable to each varying size. Equal sizes share a variable, as in `repeated_calls.cpp`, which
-        repeats the call."""
+        """Assign a variable to each size of a tensor, or integer argument, that may vary from call to call (`varying`).
+        Equal sizes share a variable, as in `repeated_calls.cpp`, which repeats the call.
+        """
         source = 0
         for each, which in zip(given, varying, strict=True):
             if isinstance(each, Tensor):
@@ -185,8 +186,7 @@ class Lesson(Observer):
 
     @property
     def varies(self) -> bool:
-        """Whether sizes may vary from call to call. Calls with other sizes than the observed call then use the same
-        plan."""
+        """Whether the plan is also for calls whose sizes differ from those of the observed call."""
         return bool(self.values)
 
     def size(self, tensor: Tensor, dim: int) -> int:
@@ -203,12 +203,13 @@ class Lesson(Observer):
         return tensor.shape[dim]
 
     def number(self, number: int) -> int:
-        """Convert an argument of the function that is an integer. The result is a `Count` if the integer may change
-        from call to call."""
+        """Convert an integer argument of the observed function. The result is a `Count`, an integer with its formula,
+        if the argument may change from call to call.
+        """
         return self._variable(number) if number in self.values else number
 
     def has_shape(self, made: Tensor, shape: Sequence[int]) -> None:
-        """Record the shape of the new tensor `made`, if a size in the shape varies from call to call."""
+        """Record the shape of the new tensor `made` if one of its sizes varies from call to call."""
         source = self.source(made)
         if source is not None and any(type(each) is Count for each in shape):
             self.shapes[source] = tuple(shape)
@@ -334,8 +335,8 @@ class Lesson(Observer):
         ]
 
     def is_used(self, source: int) -> bool:
-        """Whether an observed step may have written to this source: a launch has a pointer to the source, or an
-        operator of PyTorch made or changed it.
+        """Whether the observed call may have written to this source, a tensor or allocation of the call: a kernel
+        launch has a pointer to it, or an operator of PyTorch made or changed it.
         """
         for step in self.launched:
             if isinstance(step, Called) and source in step.made:

@@ -40,8 +40,8 @@ has_asked = False
 
 
 def ask() -> None:
-    """Load the C++ module if Rooftop's cache contains it, else compile it in the background. Later calls of this
-    function do nothing.
+    """Start to provide the C++ module that repeats calls: load it from Rooftop's cache, or else compile it in the
+    background. Later calls of this function do nothing.
     """
     global has_asked
     if not has_asked and asked() != "0":

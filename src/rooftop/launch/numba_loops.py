@@ -93,7 +93,9 @@ def memory_of(x: Tensor) -> np.ndarray:
 
 
 def run_part(loop: Callable[..., None], given: Sequence[Any]) -> Callable[[int, int], None]:
-    """Return a function of (first, last) that calls loop(first, last, *given), for `in_threads`."""
+    """Return a function of (first, last) that runs the compiled loop on the indices from `first` to `last`, as
+    loop(first, last, *given). `in_threads` calls this function.
+    """
 
     def work(first: int, last: int) -> None:
         loop(first, last, *given)

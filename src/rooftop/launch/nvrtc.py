@@ -194,7 +194,9 @@ def _failure(source: str, name: str, message: str) -> Exception:
 
 
 def _resources(log: str, symbol: str) -> dict[str, int | None]:
-    """The resources of one kernel in ptxas's verbose report."""
+    """The registers and the bytes of shared memory, stack and spills of one kernel, from the compiler log `log` of
+    ptxas. A number is None if the log does not report the kernel.
+    """
     report = log.partition(f"entry function '{symbol}'")[2].partition("entry function")[0]
 
     def found(pattern: str, default: int | None) -> int | None:

@@ -345,8 +345,8 @@ _NONE = {type(None)}
 
 
 class _Places(NamedTuple):
-    """How to split a tuple into tensors, which autograd saves, and other values. `together` restores the original tuple
-    from the tensors followed by the other values.
+    """Functions that split a tuple into its tensors, which autograd saves, and its other values. `together` restores
+    the original tuple from the tensors followed by the other values.
     """
 
     tensors: Callable[[Kept], Kept]
@@ -399,7 +399,9 @@ def _by_formula(formula: Callable[..., Any]) -> Gradients:
 def _gradients_of(
     formula: Callable[..., Any], arguments: list[Any], wanted: Sequence[int], gradients: Sequence[Tensor | None]
 ) -> dict[int, Tensor | None]:
-    """Compute the needed gradients, by index of the argument, from the gradients of the results."""
+    """Differentiate `formula` at its arguments, by autograd. `gradients`: the gradients of the formula's results.
+    Return the gradients of the arguments at the indices `wanted`, by index.
+    """
     again = torch.is_grad_enabled()  # create_graph
     with torch.enable_grad():
         # A separate view of each argument, so that the derivative does not include a dependence of one argument on

@@ -24,8 +24,9 @@ BELOW_ZERO, IS_ZERO, BY_16 = range(3)
 
 
 class Condition(NamedTuple):
-    """A condition on the value of a formula, such as "it is 0". `held` tells whether the condition held in the observed
-    call; a plan is valid only for calls in which it is the same."""
+    """A condition on the value of a formula, such as "it is 0". `held`: whether the condition was true in the observed
+    call. A plan is valid only for calls in which each of its conditions is true or false as in the observed call.
+    """
 
     formula: Code
     kind: int
@@ -49,13 +50,17 @@ def allocate(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Ten
 
 
 def given(number: int) -> int:
-    """A number among the arguments of an operator, which may vary from call to call."""
+    """Mark an integer argument of an operator as one that may vary from call to call. While a call is observed, the
+    result is a `Count` if it varies; otherwise it is the number itself.
+    """
     lesson = known_calls.lesson_here()
     return number if lesson is None else lesson.number(number)  # type: ignore[no-any-return]
 
 
 class Count(int):
-    """An integer with its formula. Operations that this class does not define raise TypeError."""
+    """An integer that also has a formula, by which it is computed again in calls with other sizes. Operations that this
+    class does not define raise TypeError.
+    """
 
     formula: Code
     conditions: list[Condition]

@@ -38,8 +38,8 @@ def recorded_whole(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 def module_recorded_whole(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a method `forward`, so that a call with a proxy becomes one node that calls the module. If torch.fx
-    traces the module itself instead of a model that contains the module, an error is raised.
+    """Decorate a module's `forward` so that torch.fx records a call of it as one node, without tracing into it. Raises
+    an error if torch.fx traces this module itself instead of a model that contains it.
     """
 
     @wraps(forward)

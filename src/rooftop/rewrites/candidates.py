@@ -180,7 +180,7 @@ class Times:
         return max(0.0, self.wall_ms - all_ms) / max(1, every)
 
     def _totals(self) -> tuple[int, float]:
-        """The number of all operator calls in the step, and their total time in ms."""
+        """The number of all operator calls in the step, and the sum of their times in ms."""
         return sum(call.count for call in self.calls), sum(call.ms for call in self.calls)
 
     def gain_of(self, device_ms: float, host_ms: float) -> float:

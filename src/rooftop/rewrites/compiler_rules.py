@@ -136,7 +136,9 @@ def _run(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_own_code(function: Any) -> Any:
-    """A copy of a function with its own code object."""
+    """A copy of a function with a separate code object, because torch.compile stores and counts its compilations by
+    code object.
+    """
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
@@ -183,8 +185,9 @@ class InOneForm:
 
 
 def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Everything about a call for which the compiler may make another version. None if an argument is neither a tensor
-    nor a constant, because such arguments take longer to compare.
+    """The properties of a call for which torch.compile may make another version: gradient modes, and shapes, dtypes and
+    values of the arguments. None if an argument is neither a tensor nor a constant, because such arguments take longer
+    to compare.
     """
     form: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *kwargs]
     for value in (*args, *kwargs.values()):
@@ -237,8 +240,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def counted_blocks(model: nn.Module) -> tuple[int, int]:
-    """(number of repeated blocks of a model, number of kinds). The compiler makes a version for each kind: blocks of a
-    kind have the same submodules, sizes and settings.
+    """Return (number of repeated blocks of a model, number of different kinds among them). torch.compile makes one
+    version for each kind: blocks of a kind have the same submodules, sizes and settings.
     """
     blocks = repeated_blocks(model)
     return len(blocks), len({_kind(block) for block in blocks})
@@ -295,8 +298,8 @@ def gain_compiled(times: Times, replayed: bool = False, whole: bool = True) -> f
 
 
 def _gain_as_measured(times: Times, compiled: Compiled, replayed: bool, whole: bool) -> float:
-    """The predicted gain in ms, if compiling saves as much time as in the measured step. Compiling the whole model
-    saves more than compiling its blocks.
+    """The predicted gain in ms of a candidate that compiles, if compiling saves as much time as in the measurement
+    `compiled`. The estimate differs if one compiles the whole model and the other only its blocks, which saves less.
     """
     share = BLOCKS_SHARE ** (compiled.whole - whole)
     if times.device_ms is None or compiled.device_ms is None or compiled.host_ms is None:

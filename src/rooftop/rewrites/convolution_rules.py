@@ -150,7 +150,9 @@ def _is_inside(call: Call) -> bool:
 
 
 def _takes_one(call: Call, shapes: Iterable[torch.Size], names: Sequence[str]) -> bool:
-    """Whether an operator has one of these names and takes a tensor with the shape of a convolution's result."""
+    """Whether the operator that `call` describes has one of the names, and its first argument is a tensor with one of
+    the shapes (those of convolutions' results).
+    """
     if not any(name in call.operator.name() for name in names):
         return False
     return bool(call.arguments) and isinstance(call.arguments[0], Tensor) and call.arguments[0].shape in shapes
@@ -180,7 +182,7 @@ def _pooled(
 
 
 def _passed(input: Tensor, *_: Any) -> object:
-    """Run one pass over the images, so that the pass can be timed alone."""
+    """Run one operation that reads and writes all images once, so that the cost of such a pass can be timed alone."""
     return input.relu_()
 
 

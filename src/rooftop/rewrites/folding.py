@@ -144,12 +144,14 @@ def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTION
 
 
 def _plain(norm: nn.Module) -> nn.Module:
-    """The plain batch norm inside a split norm; for any other norm, the norm itself."""
+    """The plain batch norm that `split` put into a norm with more operations; for any other norm, the norm itself."""
     return norm.get_submodule(PART) if is_split(norm) else norm
 
 
 def _empty(norm: nn.Module) -> None:
-    """Remove the tensors of a folded norm, so that code outside the trace fails if it reads them."""
+    """Remove the parameters and buffers of a norm that was folded into a convolution. Code outside the trace that still
+    reads them then fails instead of computing a wrong result.
+    """
     for tensors in (norm._parameters, norm._buffers):
         tensors.update(dict.fromkeys(tensors.keys() & {*TENSORS, "num_batches_tracked"}))
     if isinstance(norm, _BatchNorm):
@@ -376,8 +378,8 @@ def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Gr
 def _outermost(
     module: nn.Module, graphs: dict[str, fx.Graph], opaque: set[nn.Module], name: str, inside: bool
 ) -> Iterator[str]:
-    """Names of the graphs that no other graph contains. `inside`: whether an enclosing graph shows the parts of this
-    module.
+    """Yield the names of the traced modules that no other traced module contains. `inside`: whether the graph of an
+    enclosing module already shows the operations of this module.
     """
     if module in opaque or has_hooks(module):
         inside = False
@@ -394,7 +396,7 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _why_no_part(module: nn.Module) -> str | None:
-    """Why a trace of a module alone would not show what its calls do; None if it would."""
+    """Why a trace of this module alone might not show what the model's calls of it do; None if it would show it."""
     if "forward" in vars(module):
         return "its forward was replaced"
     for parameter in inspect.signature(module.forward).parameters.values():
@@ -502,8 +504,8 @@ def _scale_and_shift(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
 
 
 def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
-    """Scale and shift of a frozen norm, whose eps is unknown. They are measured with the inputs 0 and 1 in float64, and
-    checked on other inputs.
+    """Return (scale, shift) of a frozen norm whose eps is unknown, found by running it. They are computed from the
+    results for inputs of 0 and 1 in float64, and checked with other inputs.
     """
     example = norm.running_mean
     assert isinstance(example, Tensor)
@@ -531,7 +533,9 @@ def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
 
 
 class _Sealed:
-    """The wrapped output of a folded convolution; only the convolution's norm unwraps it."""
+    """A wrapper of the output of a convolution into which a norm was folded. Only that norm, whose operation is already
+    done, unwraps it. Any other use is an error.
+    """
 
     def __init__(self, value: Tensor, convolution: nn.Module, norm: str) -> None:
         self.value, self.convolution, self.norm = value, convolution, norm
@@ -585,7 +589,7 @@ class Sealing:
 
 
 class Opening:
-    """The forward of a folded norm, which unwraps its input."""
+    """The replaced `forward` of a norm that was folded into a convolution: it only unwraps the convolution's output."""
 
     def __init__(self, folded: nn.Module, convolution: str, norm: str) -> None:
         self.folded, self.convolution, self.norm = folded, convolution, norm

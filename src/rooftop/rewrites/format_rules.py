@@ -84,7 +84,9 @@ def _is_copied(module: nn.Module) -> bool:
 
 
 class _Copied:
-    """The forward of a convolution: each call copies the weight to channels last, and convolves with the copy."""
+    """The replaced `forward` of a convolution: each call copies the weight to channels last, and convolves with the
+    copy.
+    """
 
     def __init__(self, module: nn.Conv2d) -> None:
         self.module = module

@@ -290,7 +290,9 @@ def _activation_by(module: nn.Module) -> str | None:
 
 
 class _Computing:
-    """The forward of a convolution that Rooftop computes, either at once or when the following operations are known."""
+    """The replaced `forward` of a convolution, which Rooftop's kernels compute: at once, or, if operations are to be
+    fused with it, when these operations are called.
+    """
 
     def __init__(self, convolution: nn.Conv2d, steps: tuple[str, ...]) -> None:
         self.convolution, self.steps = convolution, steps
@@ -433,8 +435,8 @@ for _name in SPECIAL_METHODS:
 
 
 def settled(results: Any) -> Any:
-    """Replace promises in a model's results by tensors: a call on another path than the traced one may return
-    promises.
+    """Replace each `_Promise` (a convolution that is not computed yet) in a model's results by its tensor. A call may
+    return promises if it takes another path through the model than the trace.
     """
     return mapped(results, _Promise.value, of_type=_Promise)
 
@@ -465,5 +467,5 @@ def _version(tensor: Tensor | None) -> int | None:
 
 
 def value_of(part: Any) -> Any:
-    """The tensor that a promise stands for. Other values are returned unchanged."""
+    """Compute the convolution that a `_Promise` stands for, and return the result. Return any other value unchanged."""
     return part.value() if isinstance(part, _Promise) else part

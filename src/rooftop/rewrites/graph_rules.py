@@ -28,8 +28,8 @@ IN_A_CAPTURE = (
 
 
 class CudaGraphs(Rule):
-    """Replay each call from a CUDA graph. Each signature of the inputs has its own graph. In training each signature
-    has two graphs, for forward and backward; the optimizer's step is not captured.
+    """Replay each call of the model from a CUDA graph. Inputs of other shapes, strides or dtypes get their own graph;
+    in training, they get two graphs, one for forward and one for backward. The optimizer's step is not captured.
     """
 
     name = "cuda-graphs"

@@ -56,8 +56,9 @@ class Graph:
     replays: int = 0
 
     def __call__(self, given: Sequence[Tensor]) -> Any:
-        """Copy the given tensors in and replay on the current stream; return `outputs`, which the next call
-        overwrites."""
+        """Copy the given tensors into the graph's inputs, and replay the graph on the current stream. Return `outputs`,
+        which the next call overwrites.
+        """
         with torch.inference_mode():
             for place, tensor in zip(self.inputs, given, strict=True):
                 place.copy_(tensor, non_blocking=True)
@@ -262,7 +263,7 @@ def _recorded_once(record: Callable[[], T], outputs: Any, stream: torch.cuda.Str
 
 @dataclass
 class Audience:
-    """Records whether the model has asked PyTorch if it is being captured."""
+    """Records whether the model has asked PyTorch if the current stream is being captured as a CUDA graph."""
 
     asked: bool = False
 

@@ -43,7 +43,9 @@ class Checkpointing(Rule):
 
 
 class _Recomputed:
-    """The forward of a block that backward computes again, with the same random numbers."""
+    """The replaced `forward` of a block. It keeps only the block's inputs; backward computes the block again, with the
+    same random numbers.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         self.forward = block.forward

@@ -110,8 +110,9 @@ def share_of(times: Times, name: str, make: Callable[..., object]) -> float:
 
 
 def launches_ms(times: Times, name: str, make: Callable[..., object]) -> float:
-    """The time in ms that the host saves if it launches a kernel instead of an operator; the arguments are those of
-    `share_of`."""
+    """The time in ms that the host saves per step if it launches Rooftop's kernels instead of PyTorch's operators. The
+    arguments are those of `share_of`.
+    """
     runs = _runs(times, name, make)
     return sum(call.count * (launch_ms(now, call.device) - launch_ms(after, call.device)) for call, now, after in runs)
 

@@ -71,8 +71,8 @@ def fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _own(name: str, value: Any, parameter: Tensor) -> Any:
-    """A copy of an entry of a parameter's state. The step counter moves to the parameter's device, as a fused step
-    requires.
+    """A copy of an entry of the optimizer's state for one parameter. The step counter moves to the parameter's device,
+    as a fused step requires.
     """
     if not isinstance(value, Tensor):
         return torch.tensor(float(value), device=parameter.device) if name == "step" else copy.copy(value)

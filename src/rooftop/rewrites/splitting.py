@@ -46,14 +46,16 @@ class OtherPathError(RuntimeError, TypeError):
 
 
 class Chain:
-    """The forward of a split norm. The forward calls the norm's part, and then the norm's other submodules, by name."""
+    """The replaced `forward` of a split norm. It calls the plain batch norm inside the norm, and then the norm's other
+    submodules, by name.
+    """
 
     def __init__(self, norm: nn.Module, names: Sequence[str]) -> None:
         self.norm, self.names = norm, tuple(names)
         self.note_attributes()
 
     def note_attributes(self) -> None:
-        """Record the module's attributes; each later call checks that they have not changed."""
+        """Record the norm's attributes. Each later call raises an error if one of them has changed."""
         self.attributes = _attributes(self.norm)
 
     def __call__(self, input: Any) -> Any:
@@ -75,7 +77,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def is_split(module: nn.Module) -> bool:
-    """Whether `split` has replaced the module's forward."""
+    """Whether `split` has divided the module into a plain batch norm and other submodules."""
     return isinstance(vars(module).get("forward"), Chain)
 
 
@@ -107,7 +109,7 @@ def split(norm: nn.Module) -> str | None:
 
 
 def unsplit(norm: nn.Module) -> None:
-    """Undo `split`."""
+    """Undo `split`: remove the plain batch norm inside the norm, and restore the `forward` of the norm's class."""
     del norm._modules[PART]
     del norm.__dict__["forward"]
 

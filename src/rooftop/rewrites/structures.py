@@ -27,8 +27,8 @@ def mapped(structure: Any, function: Callable[[Any], Tensor], strict: bool = Fal
 
 
 def _mapped(part: Any, function: Callable[[Any], Tensor], strict: bool, of_type: type, done: dict[int, Tensor]) -> Any:
-    """The recursion of `mapped`. A closure would refer to itself, and keep tensors alive until the next garbage
-    collection.
+    """The recursive part of `mapped`. It is no closure, because a closure that calls itself would keep tensors alive
+    until the next garbage collection.
     """
     if isinstance(part, of_type):
         if id(part) not in done:

@@ -68,7 +68,7 @@ class _Pair:
 
 
 class _Turn:
-    """One replay of a forward. The memory of the graphs is in use until `done`, which the backward sets."""
+    """One replay of a forward graph, numbered. The graphs' memory is in use until its backward sets `done`."""
 
     def __init__(self, number: int) -> None:
         self.number, self.done = number, False
@@ -191,7 +191,7 @@ class TrainingReplays:
 
 
 class _Replay(torch.autograd.Function):
-    """The autograd function that replays both graphs."""
+    """The autograd function whose forward and backward replay the two CUDA graphs of a training call."""
 
     @staticmethod
     def forward(ctx: Any, owner: TrainingReplays, pair: _Pair, turn: _Turn, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -316,7 +316,7 @@ def _quiet_about_streams() -> Iterator[None]:
 
 
 class _Capture:
-    """Capture both graphs on one stream, in one memory pool."""
+    """Captures the forward and the backward of a call as two CUDA graphs, on one stream and in one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -77,7 +77,9 @@ def _module_of(proxy: fx.Proxy) -> nn.Module | None:
 
 
 def _spaces(model: nn.Module) -> list[dict[str, Any]]:
-    """The global names of the files that define the model's classes and replaced methods, except PyTorch's."""
+    """The dictionaries of global names of the files that define the model's classes and replaced methods, without
+    PyTorch's.
+    """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     values = [vars(each) for each in (*model.modules(), *filter(_is_of_the_model, kinds))]
     functions = [each for names in values for each in names.values() if isinstance(each, FunctionType)]

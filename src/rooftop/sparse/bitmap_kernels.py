@@ -50,7 +50,9 @@ def count_words(
     count,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the number of set bits of each word to `counts`. The launcher adds the numbers up afterwards."""
+    """Write to `counts` the number of set bits of each of the `count` words. The launcher turns these numbers into
+    running sums.
+    """
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     bits = tl.load(words + word, mask=word < count, other=0)
     tl.store(counts + word, _population(bits.to(tl.uint32, bitcast=True)), mask=word < count)
@@ -238,13 +240,17 @@ def _on_axis(at, away, size):
 
 @triton.jit
 def _cell(batch, at_0, at_1, at_2, at_3, size_0, size_1, size_2, size_3):
-    """The number of each site's cell (see the top of this file), for sites on the grid."""
+    """The number of the grid cell that each site is in, for sites on the grid. Cells are numbered in row-major order,
+    with the batch index first.
+    """
     return (((batch * size_0 + at_0) * size_1 + at_1) * size_2 + at_2) * size_3 + at_3
 
 
 @triton.jit
 def _offsets(tap, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr):
-    """The four coordinates of offsets within the convolution's kernel. `tap` has the offsets' numbers."""
+    """The position of each offset within the convolution's kernel, as four coordinates. `tap`: the offsets' numbers, in
+    row-major order.
+    """
     rest = tap // KSIZE_3
     return rest // KSIZE_2 // KSIZE_1, rest // KSIZE_2 % KSIZE_1, rest % KSIZE_2, tap % KSIZE_3
 

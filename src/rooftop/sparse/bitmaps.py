@@ -99,8 +99,10 @@ def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Ta
 
 
 def reach_by_bitmap(indices: Tensor, shape: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four tensors: the cell of the output for each input and offset, (N, K) int32; the words of the `Bitmap` of
-    all outputs; its counts; and the faults."""
+    """Find the outputs of a convolution. Return four tensors: the number of the output cell to which each input
+    contributes at each offset, (N, K) int32; the words and the counts of the `Bitmap` of all output cells; and the
+    fault flags.
+    """
     require_triton()
     from rooftop.sparse import bitmap_kernels as kernels
 

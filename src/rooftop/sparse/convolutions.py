@@ -250,7 +250,7 @@ def check_submanifold(kernel_size: tuple[int, ...], stride: tuple[int, ...]) -> 
 
 @torch.no_grad()
 def record_most(count: Tensor, y: SparseConvTensor) -> None:
-    """Set `count`, (1,), to the number of sites of y if that number is larger."""
+    """Raise the running maximum `count`, (1,), to the number of sites of y if y has more sites."""
     count.copy_(torch.maximum(count, (y.indices[:, 0] >= 0).sum().to(count.dtype)))
 
 

@@ -46,8 +46,9 @@ def four(values: tuple[int, ...]) -> Any:
 
 
 def submanifold_by_hash(indices: Tensor, shape: Geometry) -> Tables:
-    """Build the tables of a submanifold convolution from indices (N, 1 + dims). The tables `out_indices` and `reached`
-    are empty."""
+    """Build the tables of a submanifold convolution from the site indices (N, 1 + dims). Of the four `Tables`,
+    `out_indices` and `reached` are empty, because the outputs are the inputs.
+    """
     kernels, sites, faults = load_kernels(), _sites(indices), no_faults(indices)
     table, rows = _insert_sites(sites, shape, faults)
     count, volume = len(sites), shape.kernel_volume

@@ -146,15 +146,18 @@ class Rulebook:
 
     @property
     def told_faults(self) -> Faults:
-        """The errors that were found while building the rulebook."""
+        """The errors that were found in the sites while the rulebook was built, as `Faults`, with the data for their
+        messages.
+        """
         inputs, outputs = self.in_indices, self.out_indices
         if self.inverse:
             inputs, outputs = outputs, inputs
         return Faults(self.faults, inputs, self.shape, outputs.shape[0])
 
     def check(self) -> None:
-        """Raise `ValueError` if a flag in `faults` is set. The message names the first wrong row, or the bound that is
-        too small. Waits for the device."""
+        """Raise `ValueError` if an error in the sites was found while the rulebook was built. The message names the
+        first wrong row, or the bound that is too small. The host waits for the device.
+        """
         self.told_faults.check()
 
     @property
@@ -259,8 +262,9 @@ def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int 
 
 
 def _reached(sites: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
-    """Return the key of the output that each input reaches at each offset, (N, K) int64, and whether that output
-    exists."""
+    """For each input and each offset of the convolution's kernel, return the key of the output to which the input
+    contributes, (N, K) int64, and whether that output is on the grid, (N, K) bool.
+    """
     device = sites.device
     offset = torch.cartesian_prod(*(torch.arange(k, device=device) for k in shape.ksize)).view(-1, shape.dims)
     step, spread, pad, size = (
@@ -389,8 +393,9 @@ class SparseRulebook(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Count one read of the sites and one write of the tables. Hash table traffic does not count, since it is not
-        inherent to the task."""
+        """Bytes: one read of the site indices and one write of the rulebook's tables. The traffic of the hash table
+        does not count, because other algorithms need no hash table.
+        """
         return Cost(distinct_bytes([self.indices]), distinct_bytes(made))
 
 
@@ -410,7 +415,9 @@ def _bounded(*arguments: Any) -> Tables:
 
 
 def _is_unseen(indices: Tensor) -> bool:
-    """Whether no tracer or dispatch mode has to see the operator. If so, its steps can be called separately."""
+    """Whether no tracer or dispatch mode has to see the rulebook operator as a whole. In this case, its steps may run
+    as separate calls.
+    """
     return unwatched(indices) or (not torch.compiler.is_compiling() and only_infers((indices,)))
 
 

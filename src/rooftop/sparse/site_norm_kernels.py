@@ -173,8 +173,9 @@ def _store(y, value, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _parts(means, squares, counts, start, parts, column, CHANNELS: tl.constexpr, PARTS: tl.constexpr):
-    """Load the statistics of PARTS parts from part `start` on: counts of sites (PARTS,), means and sums of squared
-    deviations (PARTS, COLUMNS). Parts that do not exist get 0."""
+    """Load the statistics of PARTS consecutive parts of the rows, from part `start` on: number of sites (PARTS,), mean
+    and sum of squared deviations (PARTS, COLUMNS). The statistics of parts that do not exist are 0.
+    """
     part = start + tl.arange(0, PARTS)
     place = part[:, None] * CHANNELS + column[None, :]
     wanted = (part < parts)[:, None] & (column < CHANNELS)[None, :]

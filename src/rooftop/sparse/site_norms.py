@@ -37,8 +37,9 @@ def site_norm_reference(
     x: Tensor, sites: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, eps: float,
 ) -> Six:  # fmt: skip
-    """Compute y (N, C), mean, var, count (1,), center and rate. mean and var (C,) are the sites' statistics. center and
-    rate (C,) normalize the rows."""
+    """Compute (y (N, C), mean (C,), var (C,), count (1,), center (C,), rate (C,)). mean, var and count are the
+    statistics of the sites. The rows are normalized as (x - center) * rate.
+    """
     known, wide = sites[:, None], _wide(x)
     values = x.to(wide).where(known, 0)
     count = sites.sum().to(wide).view(1)

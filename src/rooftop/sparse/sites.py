@@ -17,7 +17,9 @@ from rooftop.sparse.geometries import INT32_SIZE, MAX_ROWS
 
 
 def keys_of(sites: Tensor, shape: Sequence[int]) -> Tensor:
-    """Convert each site of a tensor (..., 1 + dims) int64, batch first, to an int64 key."""
+    """Convert sites (..., 1 + dims) int64, whose first column is the batch index, to int64 keys (...). A key is the
+    number of the site's cell in row-major order.
+    """
     keys = sites[..., 0]
     for dim, size in enumerate(shape):
         keys = keys * size + sites[..., 1 + dim]
@@ -25,7 +27,7 @@ def keys_of(sites: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def sites_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
-    """Convert keys to sites (..., 1 + dims) int64, batch first."""
+    """Convert keys (...) back to sites (..., 1 + dims) int64, with the batch index first: the reverse of `keys_of`."""
     columns = []
     for size in reversed(shape):
         columns.append(keys % size)

@@ -31,8 +31,9 @@ def by_kernels(table: Tensor) -> bool:
 
 
 def are_many(rows: int, least: int) -> bool:
-    """Whether there are at least `least` rows. In compiled code, True unless the compiler knows that there are
-    fewer."""
+    """Whether `rows` is at least `least`. In compiled code, where `rows` may be symbolic, the result is True unless the
+    compiler knows that there are fewer rows.
+    """
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -64,7 +65,7 @@ class RowOrder(NamedTuple):
         return self.neighbours.new_empty(sparse_conv_launches.row_order_shape(rows, taps))
 
     def cost(self, made: Tensor) -> Cost:
-        """The table is read once, and the result is written once."""
+        """Bytes: one read of the neighbour table, and one write of the order."""
         return Cost(distinct_bytes(self), distinct_bytes([made]))
 
 
@@ -83,7 +84,7 @@ class RowPairs(NamedTuple):
         return pairs, self.neighbours.new_empty(taps)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """The table is read once, and the result is written once."""
+        """Bytes: one read of the neighbour table, and one write of the pairs and their numbers."""
         return Cost(distinct_bytes([self.neighbours]), distinct_bytes(made))
 
 
@@ -148,8 +149,8 @@ class NeighbourTable:
     lists: tuple[Tensor, Tensor] | None = None
 
     def rows(self) -> Tensor:
-        """The table in its original row order, (M, T) int32. The table is recomputed if only the ordered table is
-        stored.
+        """The neighbour table in its original row order, (M, T) int32. It is recomputed at each call if only the
+        ordered table is stored.
         """
         if self.by_row is not None:
             return self.by_row

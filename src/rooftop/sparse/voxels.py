@@ -389,7 +389,9 @@ def _check_batch(points: Tensor, batch: Tensor | None) -> None:
 
 
 def _most_elements(cells: int) -> int:
-    """The maximum number of batch elements that int32 indices and int64 keys can represent."""
+    """The maximum number of batch elements, for grids of `cells` cells, that int32 indices and int64 keys can
+    represent.
+    """
     return min(INT32_SIZE, (NO_KEY - 1) // cells)
 
 

@@ -406,8 +406,9 @@ def _mask_gradient(dscores: Tensor | None, mask: Tensor | None, query: Tensor) -
 
 
 def _flops(call: Attention | AttentionBackward, products: int, others: int) -> dict[str, int]:
-    """Flops, if each pair of a query and a key takes `products` multiply-adds (in all matrix products together) and
-    `others` other operations.
+    """Flops of attention by precision. For each pair of a query and a key that the causal mask allows, all matrix
+    products together take `products` multiply-adds. `others`: the other operations per pair, without the addition of
+    `call.mask`.
     """
     query = call.query
     batches, heads, queries, _ = query.shape

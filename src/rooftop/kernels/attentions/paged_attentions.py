@@ -100,7 +100,9 @@ def _attend_one_by_one(
 
 
 def _attended(length: int, window: int | None, page: int) -> slice:
-    """The pages of a sequence, as a slice of its page table, with positions to which its query attends."""
+    """The pages that a sequence's query reads, as a slice of the sequence's page table. `length`: positions of the
+    sequence; `page`: positions of a page.
+    """
     begin = 0 if window is None else max(0, length - window)
     return slice(begin // page, -(-length // page))
 

@@ -18,7 +18,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The properties of a call on which the choice of a back end depends."""
+    """The properties of an attention call on which the choice of a back end depends: sizes, dtype and mask."""
 
     query: tuple[int, int, int, int]  # B, H, S_q, D
     key_heads: int
@@ -38,7 +38,9 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for the calls within all its limits: use the first back end in `order` that can compute the call."""
+    """An order of preference for attention calls that meet all conditions below. The first back end in `order` that can
+    compute the call is used.
+    """
 
     direction: Direction
     order: tuple[str, ...]
@@ -112,7 +114,9 @@ def _applies(rule: Rule, shape: Shape, capability: tuple[int, int]) -> bool:
 
 
 def _refusal(name: str, shape: Shape, capability: tuple[int, int], settings: bool) -> str | None:
-    """The reason why a back end cannot compute a call; None if it can."""
+    """The reason why the attention back end `name` cannot compute a call; None if it can. `settings`: also check
+    whether PyTorch's settings allow the back end.
+    """
     for asks, why in _LIMITS[name]:
         if (settings or why not in _BY_SETTINGS) and not asks(shape, capability):
             return why

@@ -65,7 +65,7 @@ MOST_PAIRS = ROTARY[-1].pairs
 
 
 def rotary_config(pairs: int) -> RotaryConfig:
-    """Launch parameters for heads of up to `MOST_PAIRS` pairs."""
+    """Launch parameters for heads with `pairs` rotated pairs of features, at most `MOST_PAIRS`."""
     return next(config for config in ROTARY if pairs <= config.pairs)
 
 

@@ -49,7 +49,9 @@ WINDOW_PROGRAMS_PER_SM = 4  # in backward; a program adds the gradients of sever
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """Launch parameters for heads of up to `pairs` rotated pairs: positions and heads per program, and warps."""
+    """Launch parameters for heads with up to `pairs` rotated pairs of features: positions and heads per program, and
+    warps.
+    """
 
     pairs: int
     positions: int

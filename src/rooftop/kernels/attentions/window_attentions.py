@@ -163,7 +163,9 @@ def _shift_mask(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tenso
 def _scaled(
     query: Tensor, key: Tensor, cosine_scale: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """(left, right, factor) such that the scores are factor * (left @ right^T)."""
+    """Return (left, right, factor), from which the attention scores are computed as factor * (left @ right^T). `left`
+    and `right` are query and key, normalized to length 1 if there is a `cosine_scale`.
+    """
     if cosine_scale is None:
         return query, key, scale
     normalize = torch.nn.functional.normalize
@@ -235,7 +237,9 @@ def _sizes(x: Tensor, heads: int, window: Sequence[int], shift: Sequence[int], s
 
 
 def _moved(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> list[int]:
-    """The shift of the map, set to 0 along a dimension that one window covers."""
+    """The shift (down, across) of the map x (B, H, W, channels) in positions. The shift is 0 along a dimension of the
+    map that a single window covers.
+    """
     return [s if size > w else 0 for s, size, w in zip(shift, x.shape[1:3], window, strict=True)]
 
 
@@ -402,8 +406,9 @@ _window_attention_backward = declare(
 
 
 def _flops(x: Tensor, sizes: Sizes, products: int, of_pair: int, of_element: int) -> dict[str, int]:
-    """Flops of `products` matrix products, of `of_pair` operations for each pair of positions, and of `of_element`
-    operations for each element of the queries. If the map is shifted, the mask adds one operation for each pair.
+    """Flops of window attention: `products` matrix products per window and head, `of_pair` operations for each pair of
+    a query and a key, and `of_element` operations for each element of the queries. If the map is shifted, the mask adds
+    one operation for each pair.
     """
     window, heads = sizes.window, sizes.heads
     down, across = _windows(x, window)

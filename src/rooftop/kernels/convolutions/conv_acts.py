@@ -294,8 +294,8 @@ def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Pair, padding: Pair,
     dilation: Pair, groups: int, activation: str | None,
 ) -> Prepared:  # fmt: skip
-    """Check the arguments, and return what `cast_beside_residual` returns, followed by the shapes and the activation's
-    name.
+    """Check the arguments. Return the tensors cast as autocast requires, in the order of `cast_beside_residual`,
+    followed by the geometry and the activation's name.
     """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation

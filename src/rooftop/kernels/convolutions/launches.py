@@ -298,7 +298,9 @@ def _copied(
     tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
     activation: str,
 ) -> None:  # fmt: skip
-    """Launch the persistent or the single kernel, both of which copy boxes of the image by TMA."""
+    """Launch `conv_act_persistent` or `conv_act_single`, as `tile.kernel` says. Both kernels load boxes of the image by
+    TMA.
+    """
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_persistent, conv_act_single
 
     boxes, weights = packed(x, weight, g) if g.channels < LEAST_CHANNELS else (boxes_of(x, g), weight)
@@ -333,8 +335,8 @@ def _copied(
 
 
 def _part_of(box: tuple[int, int, int], parts: int) -> tuple[int, int, int]:
-    """The size (images, lines, pixels) of each part if a box is cut into `parts` equal parts. Images are divided first,
-    then lines, then pixels.
+    """The size (images, lines, pixels) of each part, if a box of this size is cut into `parts` equal parts (a power of
+    two). The box is halved along its images first, then along its lines, then along its pixels.
     """
     images, lines, pixels = box
     while parts > 1:
@@ -370,7 +372,7 @@ def _gathered(
     tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
     activation: str,
 ) -> None:  # fmt: skip
-    """Launch the kernel that loads by pointers."""
+    """Launch `conv_act_gathered`, which loads the image by pointers instead of TMA."""
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_gathered
 
     channels, out_channels = g.of_group
@@ -424,7 +426,7 @@ def is_fastest(weight: Tensor) -> bool:
 def _constants(
     tile: ConvTile, g: Geometry, bias: Tensor | None, residual: Tensor | None, activation: str
 ) -> dict[str, int | bool]:
-    """The constants that the copying kernels and the kernel with pointers share."""
+    """The constants that `conv_act_persistent`, `conv_act_single` and `conv_act_gathered` have in common."""
     return {
         "ACTIVATION": ACTIVATIONS.index(activation),
         "HAS_BIAS": bias is not None,
@@ -450,8 +452,8 @@ def _early(tile: ConvTile) -> dict[str, bool]:
 
 
 def _shared_sums(tile: ConvTile, tiles: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate the sums of each part of K, and counters of the stored parts, set to zero. Both tensors are indexed by
-    tile. Return (None, None) if K has one part.
+    """Allocate memory for a convolution whose K is split over several programs: the float32 sums of each tile over each
+    part of K, and for each tile a counter of the stored parts, set to 0. Return (None, None) if K has one part.
     """
     if tile.split == 1:
         return None, None

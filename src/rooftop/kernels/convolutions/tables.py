@@ -316,8 +316,9 @@ def _library_is_faster(geometry: Geometry) -> bool:
 
 
 def depthwise_tile(geometry: Geometry, sms: int) -> ConvTile:
-    """The tile of a depthwise convolution. A thread computes a short run of pixels if there are few programs, or if the
-    horizontal stride is above 1.
+    """The tile of a depthwise convolution. A thread computes `SHORT_RUN` pixels of a line if longer runs would give
+    fewer than `FEW_TILES` programs per SM, or if the horizontal stride is above 1. Otherwise it computes `LONG_RUN`
+    pixels.
     """
     channels = geometry.channels
     columns = min(MOST_COLUMNS_OF_RUNS, max(8, power_of_two(channels)))
@@ -369,8 +370,8 @@ def _predicted(problem: Problem, library: Backend) -> ConvPlan:
 
 
 def fitted(tile: ConvTile, problem: Problem) -> ConvTile:
-    """Adapt a tile to a convolution for launch. A tile is not wider or deeper than the convolution's channels need. No
-    part of K is empty. The kernel is "gathered" if TMA cannot copy the operands.
+    """Adapt a tile from the tables to a convolution. The result has no more columns or channels per step than the
+    convolution needs, and no empty part of K. Its kernel is "gathered" if TMA cannot copy the operands.
     """
     geometry = problem.geometry
     kernel: Kernel = tile.kernel if problem.copied else "gathered"
@@ -404,8 +405,9 @@ GROUP_BYTES = 16  # strides and addresses of tensor descriptors must be multiple
 
 
 def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
-    """Return the channels of a pixel, the channels of a tap, and the number of taps, after an image of few channels was
-    packed.
+    """Describe how an image of few channels is padded for TMA. Return the number of channels of a padded pixel, the
+    number of channels that a tap reads (the pixels of a whole line of the window, if they are contiguous), and the
+    number of such taps.
     """
     group = GROUP_BYTES // element_bytes
     if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:

@@ -210,8 +210,9 @@ def _needs(
     likes: tuple[tuple[torch.Size, torch.device, torch.dtype, bool], ...],
     results: tuple[torch.dtype, ...],
 ) -> tuple[tuple[bool, ...], tuple[Like, ...], dict[int, torch.Size]]:
-    """Return whether backward needs each tensor, the arguments that get a gradient, and the shapes of summed outputs
-    before the sum. `likes`: each tensor's shape, device, dtype, and whether it requires a gradient.
+    """Return whether backward needs each tensor, the arguments that get a gradient, and for each summed output, by its
+    index, the shape of its elements before the sum. `likes`: for each tensor, its shape, device and dtype, and whether
+    it requires a gradient.
     """
     program = program_of(text)
     places = program.places("t")

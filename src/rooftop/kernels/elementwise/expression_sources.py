@@ -155,8 +155,8 @@ def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines:
 
 
 def block_function(arguments: str, lines: Sequence[str]) -> list[str]:
-    """Source lines of the function that computes the block of elements beginning at `start`, out of `elements`
-    in all.
+    """Source lines of a Triton function `block`, which computes up to BLOCK elements beginning at index `start`.
+    `lines` compute these elements. The name `elements` in the source is the total number of elements.
     """
     return [
         "@triton.jit",
@@ -220,7 +220,9 @@ def _tiles(
 
 
 def index_lines(dims: int, needed: Sequence[int]) -> list[str]:
-    """Lines that compute the indices of a row in the outer dimensions `needed`, of `dims` outer dimensions."""
+    """Source lines that turn a row number into the row's index along each outer dimension in `needed`. `dims`: the
+    number of outer dimensions, which are all merged dimensions except the last.
+    """
     divided = {d: "".join(f" // size{later}" for later in range(dims - 1, d, -1)) for d in needed}
     return [f"index{d} = row{by}" + (f" % size{d}" if d else "") for d, by in divided.items()]
 
@@ -255,7 +257,9 @@ def _rows(lines: list[str], down: list[int], wide: str) -> list[str]:
 
 
 def stride_names(number: int, access: Access) -> list[str]:
-    """Names of the strides that the tiled kernel takes for one tensor, in order."""
+    """Names of the strides that the tiled kernel takes for argument `number`: first those of the outer dimensions, then
+    that of the columns.
+    """
     outer = [f"a{number}_stride{d}" for d, moves in enumerate(access.outer) if moves]
     return outer + ([f"a{number}_step"] if access.column == 2 else [])
 
@@ -264,7 +268,7 @@ def stride_names(number: int, access: Access) -> list[str]:
 
 
 class Body:
-    """Generates the source lines that load the arguments and compute the nodes."""
+    """Generates the source lines of a kernel that load its arguments and compute the nodes of its expression trees."""
 
     def __init__(self, types: Types, layout: Layout, precise: bool) -> None:
         self.types, self.layout, self.precise = types, layout, precise

@@ -98,7 +98,9 @@ class _Reader:
             yield match.lastgroup, match[match.lastgroup]
 
     def _start(self, kind: str, token: str) -> bool:
-        """Handle a token where an operand is expected. Returns whether an operand is still expected."""
+        """Process a token where the text must have an operand. Return whether an operand is still expected after it:
+        True after a function's name, a parenthesis or a prefix operator.
+        """
         if kind == "call":
             if token not in OPERATIONS:
                 self._refuse("an operation", repr(token))
@@ -138,7 +140,9 @@ class _Reader:
         self.waiting.append(_Waiting(operation, arity, binding, len(self.values)))
 
     def _apply_waiting(self, binding: int) -> None:
-        """Apply the waiting operators of at least this precedence, the last one first."""
+        """Apply the operators that wait for their right operand and have at least the precedence `binding`. The
+        operator that was read last is applied first.
+        """
         while self.waiting and self.waiting[-1].binding >= binding:
             self._apply(self.waiting.pop())
 

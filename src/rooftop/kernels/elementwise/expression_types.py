@@ -69,8 +69,8 @@ would silently become another number, so such a number raises an error. In sums,
 
 
 def limits_of(outputs: Sequence[Expression], types: Types) -> list[tuple[Expression, torch.dtype]]:
-    """Pairs of a plain number (constant or argument) and the integer dtype that must be able to represent this
-    number.
+    """The numbers whose range must be checked, each with the integer dtype that must be able to represent it. These are
+    Python numbers (constants or arguments) that an operation in `OF_LIMITS` may return.
     """
     return [
         (each, common)
@@ -131,7 +131,9 @@ def types_of(outputs: Sequence[Expression], arguments: Sequence[Kind | None], au
 
 
 def _type_of(name: str, operands: list[Kind], autocast: bool) -> Typed:
-    """The type of an operation on operands of these kinds."""
+    """The dtypes in which the operation `name` computes and returns its result, for operands with these dtypes and
+    ranks.
+    """
     operation, rank = OPERATIONS[name], max(each.rank for each in operands)
     if name in DTYPES:
         return Typed(Kind(DTYPES[name], rank), DTYPES[name])

@@ -149,7 +149,9 @@ def _first(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _unless(exceeded: Expression, g: Expression, a: Expression, b: Expression) -> Expression:
-    """The gradient of one operand of a maximum or minimum: 0 if the other operand is the result, half if both are."""
+    """The part of the gradient g of a maximum or minimum that goes to one operand: all of g if this operand is the
+    result, nothing if the other operand is (`exceeded`), and half of g if both operands are equal.
+    """
     return where(equal(a, b), g * 0.5, where(exceeded, 0, g))
 
 

@@ -50,7 +50,9 @@ class Known(NamedTuple):
     def of(
         program: Program, shapes: Sequence[torch.Size], plan: Plan, arguments: Sequence[Any], steps: Sequence[Step]
     ) -> Known:
-        """Record the allocations and launches of a first call. No result of the call may be summed."""
+        """Make the record of a program's first call, with which later calls repeat its allocations and launches
+        (`steps`). The program must not sum any result.
+        """
         order = [*program.places("t"), *program.places("n")]
         results = [
             (shape, strides_of(shape, arguments, used), dtype)

@@ -93,8 +93,8 @@ def run(
 def launch_program(
     plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y: Tensor, results: list[Tensor]
 ) -> Step | None:
-    """Launch one kernel for outputs whose elements, before the sum, have the shape and strides of y. Return the launch;
-    None if the call also copied arguments, or if the program sums a result.
+    """Launch one kernel for the outputs `chosen`, whose elements have the shape and strides of y before a sum. Return
+    the launch, which later calls can repeat; None if the call also copied arguments, or if the program sums a result.
     """
     used = sorted({number for i in chosen for number in plan.used[i]})
     tensors = {i: arguments[i] for i in used if isinstance(arguments[i], Tensor)}
@@ -258,7 +258,9 @@ def layout_of(dims: Dims, tensors: dict[int, Tensor], arguments: int, y: Tensor,
 
 
 def source_like(plan: Plan, arguments: list[Any]) -> str:
-    """The source of the kernel that computes the first result, and all other results of that shape."""
+    """The source of the kernel that computes the first result together with all other results that have the same shape
+    before a sum.
+    """
     used = plan.used[0]
     shape = shape_of(arguments, used)
     of = {i: arguments[i] for i in sorted(used) if isinstance(arguments[i], Tensor)}

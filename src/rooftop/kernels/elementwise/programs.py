@@ -61,18 +61,22 @@ class Program:
     autocast: bool = False
 
     def arguments(self, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> tuple[Argument | None, ...]:
-        """All arguments by number."""
+        """All arguments of the program in their original order: `tensors` and `numbers` at the positions that `kinds`
+        states, and None for an unused argument.
+        """
         rest: dict[str, Any] = {"t": iter(tensors), "n": iter(numbers), "-": iter([None] * len(self.kinds))}
         return tuple(next(rest[kind]) for kind in self.kinds)
 
     def places(self, kind: str) -> list[int]:
-        """Indices of the arguments of one kind."""
+        """Indices of the arguments of one kind: "t" for tensors, "n" for numbers, "-" for unused arguments."""
         return [i for i, each in enumerate(self.kinds) if each == kind]
 
 
 @functools.lru_cache(maxsize=1024)
 def program_of(text: str) -> Program:
-    """The program of a text such as "tnt: a0 * a1 + a2", "tnt autocast: ..." or "tnt 0=10: ..."."""
+    """Parse the text of a program such as "tnt: a0 * a1 + a2". Options precede the colon: "tnt autocast: ..." computes
+    as under autocast; "tnt 0=10: ..." keeps the first and sums the second dimension of output 0.
+    """
     head, _, trees = text.partition(":")
     kinds, *options = head.split(" ")
     autocast = options[:1] == ["autocast"]
@@ -112,7 +116,9 @@ class Plan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(program: Program, kinds: tuple[Kind | None, ...], default: torch.dtype) -> Plan:
-    """The plan for arguments of these kinds; `default` is the dtype of floating point results of integers."""
+    """The plan of a program for arguments with these dtypes and ranks. `default`: the dtype of a result if an operation
+    turns integers into floating-point numbers.
+    """
     types = types_of(program.outputs, kinds, program.autocast)
     nodes = [node for node in topological(program.outputs) if node.operands]
     double = any(types[id(node)].common == torch.float64 for node in nodes) or any(
@@ -204,8 +210,8 @@ def summed_shape(shape: torch.Size, kept: str) -> torch.Size:
 
 
 def strides_of(shape: torch.Size, arguments: Sequence[Argument | None], used: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of the results, as in PyTorch. If the first tensor that has the full shape is dense, these are its
-    strides; otherwise None, which means contiguous.
+    """Strides of a result of this shape, as PyTorch chooses them: the strides of the first argument in `used` that has
+    the same shape, if that tensor is dense. Otherwise None, which means a contiguous result.
     """
     for i in used:
         tensor = arguments[i]
@@ -285,8 +291,8 @@ def gradients_of(
 
 
 def kept_dims(shape: torch.Size, full: torch.Size) -> str:
-    """Return one digit for each dimension of `full`: 1 if a tensor of shape `shape` has that dimension, 0 if the
-    tensor's gradient is summed over that dimension. Return "" if nothing is summed.
+    """How to sum a gradient of shape `full` to the shape of the tensor that it belongs to. Return one digit for each
+    dimension of `full`: 1 if the dimension stays, 0 if it is summed. Return "" if all dimensions stay.
     """
     missing = len(full) - len(shape)
     kept = [size == 1 for size in full[:missing]] + [a == b for a, b in zip(shape, full[missing:], strict=True)]

@@ -195,7 +195,9 @@ def _store(plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int
 def _launch_of(
     plan: Plan, moving: dict[int, Tensor], out: Tensor, leads: tuple[int, ...], periods: dict[int, int]
 ) -> Launch | None:
-    """Plan a launch; None if there are more dimensions than a kernel supports."""
+    """Plan the launch of a program that writes to `out`. Return None if the tensors have more dimensions after merging
+    than a kernel supports.
+    """
     dims = merged_dims(out, [*moving.values(), out])
     if len(dims) > MOST_DIMS:
         return None
@@ -250,7 +252,9 @@ def _unit(dims: Dims, every: Sequence[Access], leads: Sequence[int]) -> int:
 
 
 def _access(dims: Dims, n: int) -> Access:
-    """How the kernel steps through tensor n of merged dimensions."""
+    """How the kernel steps through the memory of tensor n, from the strides of all tensors along the merged dimensions
+    `dims`.
+    """
     return Access(tuple(strides[n] != 0 for _, strides in dims[:-1]), min(dims[-1][1][n], 2))
 
 
@@ -354,7 +358,9 @@ def _row_of(tensor: str, access: Access) -> str:
 
 
 def _leads(every: Mapping[str, Access]) -> list[str]:
-    """The names of the arguments that give the offset from a tensor's pointer to its first element."""
+    """The names of the kernel arguments that give the offset, in elements, from each tensor's pointer to the tensor's
+    first element.
+    """
     return [f"{tensor}_lead" for tensor, access in every.items() if access.column != 3]
 
 

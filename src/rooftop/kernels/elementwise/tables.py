@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FlatConfig:
-    """Elements and warps of a program, for kernels that read and write up to `element_bytes` bytes per element."""
+    """Launch parameters of kernels that step through all tensors alike: elements and warps of a program. They are for
+    kernels that read and write up to `element_bytes` bytes per element, summed over all tensors.
+    """
 
     element_bytes: int
     block: int

@@ -45,7 +45,9 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -
 
 
 def _as_rows(*tensors: Tensor) -> list[Tensor]:
-    """View tensors (..., N) as (M, N) with unit column stride, or as one row if all are contiguous."""
+    """View tensors (..., N) as matrices (M, N) whose rows are contiguous, with copies where a view is impossible. If
+    all tensors are contiguous, view each of them as a single row.
+    """
     if all(t.is_contiguous() for t in tensors):
         return [t.reshape(1, -1) for t in tensors]
     columns = tensors[0].shape[-1]

@@ -66,7 +66,9 @@ def trilinear_backward_reference(
 
 
 def _ends(points: Tensor) -> Tensor:
-    """The weights (B, 3, 2) of the cell's lower and upper end in each dimension."""
+    """The interpolation weights (B, 3, 2) of the lower and the upper end of the cell in each dimension. Points (B, 3)
+    range from -1 to 1 in their cell.
+    """
     upper = (points + 1) * 0.5
     return torch.stack((1 - upper, upper), 2)
 
@@ -175,7 +177,7 @@ _trilinear_backward = declare(
 
 
 def only(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients that `wanted` selects, with None for gradients that are not wanted."""
+    """Return the gradients in `found` for which `wanted` is True, and None in place of all other gradients."""
     return tuple(t if each else None for t, each in zip(found, wanted, strict=True))
 
 

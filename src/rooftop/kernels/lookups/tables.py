@@ -11,8 +11,8 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 
 @dataclass(frozen=True)
 class RunsConfig:
-    """Launch parameters of the embedding's gradient: tokens of a chunk, rows that a thread loads ahead, columns of a
-    program, and warps.
+    """Launch parameters for the gradient of an embedding table from sorted tokens: tokens that a program adds up
+    (`chunk`), rows that a thread loads ahead, columns of a program, and warps.
     """
 
     chunk: int

@@ -20,7 +20,9 @@ from rooftop.launch.triton_launch import launch, processors, require_triton
 
 
 class Terms(NamedTuple):
-    """The inputs of a loss besides logits and targets."""
+    """The options of a cross entropy: class weights, the target to ignore, label smoothing, and the factor of the
+    z-loss.
+    """
 
     weight: Tensor | None  # (V,)
     ignore_index: int

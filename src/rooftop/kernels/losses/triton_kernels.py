@@ -312,8 +312,8 @@ def scale_unless_one(
 
 @triton.jit
 def _in_groups(position, length, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
-    """Whether a position is inside the row. With SHIFTED, whether the position's group overlaps the row, because the
-    kernel loads whole groups.
+    """Whether an element at `position` is inside a row that ends at `length`. With SHIFTED, the kernel loads aligned
+    groups of GROUP elements, and the result is whether the element's group overlaps the row.
     """
     if SHIFTED:
         return position < (length + GROUP - 1) // GROUP * GROUP
@@ -323,13 +323,13 @@ def _in_groups(position, length, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
 
 @triton.jit
 def _next_group(position, GROUP: tl.constexpr):
-    """Round a position up to the beginning of a group."""
+    """Round a position up to a multiple of GROUP, where a group of elements that are loaded together begins."""
     return (position + GROUP - 1) // GROUP * GROUP
 
 
 @triton.jit
 def _scale_blocks(gradient, scale, result, elements, BLOCK: tl.constexpr):
-    """Scale every P-th block, where P is the number of programs."""
+    """Write gradient * scale to `result`. Each of P programs processes every P-th block of BLOCK elements."""
     for block in tl.range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(gradient + index, mask=index < elements, other=0.0).to(tl.float32) * scale
@@ -347,14 +347,16 @@ def _class_weight(weight, label, valid, HAS_WEIGHT: tl.constexpr):
 
 @triton.jit
 def _weight_of_target(weight, label, counted, columns, HAS_WEIGHT: tl.constexpr):
-    """The weight of the target's class; NaN if the target is not a class."""
+    """The weight of the target's class; 0 if the target is not counted, and NaN if it is counted but is not the index
+    of a class.
+    """
     valid = counted & (label >= 0) & (label < columns)
     return tl.where(counted & (valid == 0), float("nan"), _class_weight(weight, label, valid, HAS_WEIGHT))
 
 
 @triton.jit
 def _of_target(source, weight, label, counted, columns, HAS_WEIGHT: tl.constexpr):
-    """(class weight, logit) of the target."""
+    """Return (weight of the target's class, the row's logit for this class). `source` points to the row's logits."""
     valid = counted & (label >= 0) & (label < columns)
     picked = tl.load(source + label, mask=valid, other=0.0).to(tl.float32)
     return _weight_of_target(weight, label, counted, columns, HAS_WEIGHT), picked
@@ -388,7 +390,7 @@ def _terms(factor, row_weight, log_sum_exp, kept, z_loss):
 def _gradient(
     power, is_target, at_target, squared, spread, whole, share, SMOOTH: tl.constexpr, Z: tl.constexpr
 ):  # fmt: skip
-    """Compute dx from the probabilities `power`. Each term is computed separately, so that subtracting 1 from a
+    """Compute dx from the softmax probabilities `power`. Each term is computed separately, so that subtracting 1 from a
     probability near 1 is exact.
     """
     result = tl.where(is_target, power - 1.0, power) * at_target

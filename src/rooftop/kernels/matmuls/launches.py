@@ -200,8 +200,8 @@ _RUN = {"descriptors": _with_descriptors, "single": _with_single_tiles, "pointer
 
 
 def _reach(t: Tensor, beyond: int) -> int:
-    """An upper bound of the offsets, in elements, that a kernel computes in a matrix. The kernel may compute offsets up
-    to `beyond` columns past the end of the last row.
+    """An upper bound of the offsets, in elements from the start of the matrix, that a kernel computes. A tile may reach
+    up to `beyond` columns past the end of the last row.
     """
     return (t.shape[0] - 1) * t.stride(0) + (t.shape[1] + beyond) * t.stride(1)
 

@@ -126,7 +126,9 @@ FUSED_ELSEWHERE = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 
 
 @dataclass(frozen=True)
 class FewRows(Entry):
-    """The choice for results that have at most `tiles` tiles of 128 x 128 per SM, if K is at most `depth`."""
+    """The choice of a kernel for a matrix product with few tiles: its result has at most `tiles` tiles of 128 x 128 for
+    each SM, and K is at most `depth`.
+    """
 
     depth: int = 0
 

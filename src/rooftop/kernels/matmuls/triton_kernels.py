@@ -314,8 +314,8 @@ def add_column_sums(
 
 @triton.jit
 def _compensated(sums, lost, values):
-    """Kahan summation (Kahan 1965): returns (sums + values, the rounding error of this addition, which the next
-    addition corrects). Infinite sums stay infinite.
+    """Add `values` to `sums` by Kahan summation (Kahan 1965). Return (new sums, new rounding error): each addition
+    first subtracts the error `lost` of the previous addition. Infinite sums stay infinite.
     """
     values -= lost
     total = sums + values
@@ -325,7 +325,9 @@ def _compensated(sums, lost, values):
 
 @triton.jit
 def _rows_from(source, row, step, ACROSS: tl.constexpr):
-    """Load a block (rows, K) of a matrix. The contiguous dimension of the descriptor is K, or with ACROSS, the rows."""
+    """Load a block (rows, K) of a matrix through its tensor descriptor `source`. With ACROSS, the columns of the matrix
+    are contiguous instead of its rows, and the function transposes the loaded block.
+    """
     if ACROSS:
         block = source.load([step, row]).T
     else:

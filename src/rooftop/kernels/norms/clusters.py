@@ -121,7 +121,7 @@ def staged(
 
 @lru_cache(maxsize=4096)
 def ready(staged: Staged, device: torch.device) -> tuple[cuda.Kernel, int]:
-    """The compiled kernel, and the number of clusters that share the rows."""
+    """The compiled kernel, and the number of clusters to launch. The clusters divide the rows among themselves."""
     text = cuda_text(*CUDA_FILES)
     kernel = cuda.compile(text, staged.kernel, device=device, fused_multiply_add=staged.fused_multiply_add)
     most = staged.most or kernel.active_clusters(staged.threads, staged.blocks, staged.shared_bytes, device)
@@ -139,8 +139,9 @@ def launch(staged: Staged, device: torch.device, *arguments: object) -> None:
 def layout(
     config: ClusterConfig, columns: int, element_bytes: int, parameter_bytes: int, limit: int
 ) -> tuple[int, int, int]:
-    """The number of a row's groups per block, the number of groups per thread, and the number of stages. A group has
-    GROUP elements. The stages are those of `config`, or fewer if these do not fit in `limit` bytes of shared memory.
+    """How a row is divided, in groups of GROUP elements: the number of its groups per block, the number of its groups
+    per thread, and the number of pipeline stages. There are as many stages as in `config`, or fewer if `limit` bytes of
+    shared memory have no room for them.
     """
     of_row = -(-(columns + (GROUP - 1 if columns % GROUP else 0)) // GROUP)
     share = -(-of_row // config.blocks)

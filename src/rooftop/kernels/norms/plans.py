@@ -220,7 +220,9 @@ def choose_forward(call: Forward) -> NormPlan:
 
 
 def _fours(call: Forward, group: int) -> ForwardConfig | None:
-    """Launch parameters for half precision rows that begin at multiples of 8 bytes; None for all other rows."""
+    """Launch parameters for half precision rows that begin at multiples of 8 bytes, but not of 16 bytes, in a norm
+    without addends. None for all other calls.
+    """
     if call.adds or group != 4 or call.dtype.itemsize != 2 or call.columns < tables.FOURS_FROM:
         return None
     return config_for(tables.FORWARD_FOURS_RMS if call.rms else tables.FORWARD_FOURS, call.columns)
@@ -247,8 +249,8 @@ def _staged_forward(call: Forward, entry: ClusterConfig) -> tuple[Launch, ...] |
 
 
 def _forward_unshifted(call: Forward, group: int, part: Part) -> tuple[Backend, Launch, str]:
-    """The launch for a range of rows that needs no shift: tiles if a row fits in a program's registers, else block by
-    block.
+    """Return (back end, launch, reason) for a range of rows that the kernel loads without a shift. If a row fits in a
+    program's registers, a program computes a tile of whole rows. Otherwise it reads each row block by block.
     """
     columns, size = call.columns, call.dtype.itemsize
     narrow = group * size < 16 and columns > 256
@@ -352,7 +354,9 @@ def _sums(call: Backward) -> Constants:
 
 
 def _backward_part(call: Backward, part: Part, pairs: BackwardConfig | None) -> tuple[Backend, tuple[Launch, ...], str]:
-    """Return (back end, launches, reason) for dx and the partial sums of a range of rows."""
+    """Return (back end, launches, reason of this choice) for one range of rows. The launches compute dx, and each
+    program's partial sums for the gradients of weight and bias.
+    """
     start, stop, shifted = part
     rows, columns, group = stop - start, call.columns, unit(call.columns, *call.strides)
     sizes = (rows, columns // group, *(stride // group for stride in call.strides))
@@ -462,7 +466,9 @@ def parts_of(
 
 
 def tile(config: ForwardConfig | BackwardConfig, columns: int) -> Constants:
-    """Launch parameters that all tile kernels share."""
+    """Kernel constants for tiles of whole rows that forward and backward share: rows per tile, and number and size of
+    the blocks of a row.
+    """
     block = min(config.block, power_of_two(columns))
     blocks = -(-columns // block)
     even = blocks * block == columns
@@ -484,8 +490,8 @@ def long_tile(config: LongConfig, dtypes: Sequence[torch.dtype], device: Device)
 
 
 def stages(config: BackwardConfig | LongConfig, dtypes: Sequence[torch.dtype], columns: int, device: Device) -> int:
-    """The number of stages in `config`, reduced if the stages do not fit in shared memory beside the scratch space of
-    the sums.
+    """The number of pipeline stages in `config`, or fewer if shared memory has no room for them beside the scratch
+    space that the sums along rows need.
     """
     rows = config.rows if isinstance(config, BackwardConfig) else 1
     elements = rows * min(-(-columns // config.block) * config.block, power_of_two(columns))
@@ -494,7 +500,9 @@ def stages(config: BackwardConfig | LongConfig, dtypes: Sequence[torch.dtype], c
 
 
 def persistent(config: BackwardConfig | LongConfig, device: Device, tiles: int, multiple: int = 1) -> int:
-    """The number of persistent programs, a multiple of `multiple`."""
+    """The number of programs that loop over `tiles` tiles: at most `config.programs_per_sm` per SM, and a multiple of
+    `multiple`.
+    """
     most = config.programs_per_sm * device.processors
     return max(multiple, min(tiles, most) // multiple * multiple)
 

@@ -93,7 +93,9 @@ def width_of(columns: int, dtype: torch.dtype) -> int:
 
 
 def words_of(columns: int, dtype: torch.dtype) -> int:
-    """The number of words of a row in a mailbox."""
+    """The number of 32-bit words that a row of `columns` elements takes in a mailbox. If a thread loads one half
+    precision element at a time, each of these elements takes a whole word.
+    """
     width = width_of(columns, dtype)
     return columns // width * max(1, width * dtype.itemsize // 4)
 
@@ -109,8 +111,8 @@ def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: 
 
 
 def _most_chunks(columns: int, dtype: torch.dtype) -> int:
-    """The maximum number of packs per thread. All packs of a thread together have at most as many elements as
-    `RANK_SUM_CHUNKS[-1]`.
+    """The maximum number of packs that a thread adds up; a pack is the elements of one load (`width_of`). All packs of
+    a thread together have at most `RANK_SUM_CHUNKS[-1]` elements.
     """
     return RANK_SUM_CHUNKS[-1] // width_of(columns, dtype)
 

@@ -39,8 +39,8 @@ def power_of_two(size: int) -> int:
 
 
 def tile_of(elements: int, columns: int, warps: int) -> Constants:
-    """Launch parameters of a tile of about `elements` elements, for rows of `columns` columns. Short rows share
-    a tile.
+    """Launch parameters of a tile of about `elements` elements, for a matrix with `columns` columns. If rows are
+    shorter than the tile, the tile has several rows.
     """
     width = min(elements, power_of_two(columns))
     return {"ROWS": elements // width, "COLUMNS": width, "num_warps": warps}

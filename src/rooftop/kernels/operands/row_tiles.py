@@ -44,8 +44,8 @@ Config = TypeVar("Config", TileConfig, LongConfig)
 
 
 def tile(config: TileConfig, columns: int, element_bytes: int) -> WordConstants:
-    """Kernel constants for rows of `columns` elements. `element_bytes`: bytes of one element, summed over all tensors
-    in registers.
+    """Kernel constants of a tile of whole rows, each of `columns` elements. `element_bytes`: bytes that one column of a
+    row takes in registers, over all tensors.
     """
     block = min(config.block_bytes // element_bytes, power_of_two(columns))
     blocks = -(-columns // block)

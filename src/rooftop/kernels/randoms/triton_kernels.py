@@ -23,7 +23,9 @@ def random_fill(
     lower_word, last_word,  # words that are mapped to normal numbers: the first word, and the number of words after it
     NORMAL: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write shift + scale * u, limited to [low, high], to one tile. u is uniform in [0, 1), or standard normal."""
+    """Write shift + scale * u, limited to [low, high], to each element of one tile. The random number u is uniform in
+    [0, 1), or with NORMAL, from the standard normal distribution.
+    """
     row, column = _tile(columns, GROUPED, ROWS, COLUMNS)
     index = _index(row, column, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset)
     word = _words(index, key_low, key_high, step_low, step_high, GROUPED)
@@ -76,7 +78,9 @@ def _tile(columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def _place(rows, columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The memory offsets (ROWS, COLUMNS) of the tile's elements, and the mask of the elements inside the tensor."""
+    """The offsets (ROWS, COLUMNS) of a program's elements in the result (rows, columns), and the mask of those that
+    exist.
+    """
     UNIT: tl.constexpr = 4 if GROUPED else 1
     width = tl.full((), UNIT, tl.int64) * columns  # `columns` fits in int32, but the number of elements may not
     row, column = _tile(width, False, ROWS, COLUMNS)
@@ -125,7 +129,9 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _within(word, lower_word, last_word):
-    """Map 32-bit words evenly to the words from lower_word to lower_word + last_word, both included."""
+    """Map uniform 32-bit words, in order, to the integers from lower_word to lower_word + last_word, both included. The
+    results are as evenly distributed as possible.
+    """
     wide = word.to(tl.uint64)
     return lower_word + ((wide * last_word + wide) >> 32).to(tl.uint32)
 

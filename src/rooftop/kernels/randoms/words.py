@@ -191,7 +191,9 @@ class Values:
 def values_reference(
     values: Values, place: Tensor, key: int, step: int, dtype: torch.dtype, grouped: bool = False
 ) -> Tensor:
-    """Random numbers at int64 positions in the whole tensor; `grouped` as in `words_reference`."""
+    """Random numbers with the distribution `values`, for the elements at the int64 positions `place` of a whole tensor.
+    `grouped` is as in `words_reference`.
+    """
     words = words_reference(place, key, step, grouped=grouped)
     if values.normal:
         words = values.lower_word + (words * values.last_word + words >> 32 & WORD)

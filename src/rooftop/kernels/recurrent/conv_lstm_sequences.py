@@ -357,8 +357,8 @@ _conv_lstm_sequence_backward = declare(
 
 
 def _sizes(gates: Tensor, hidden: Tensor | None) -> tuple[int, int]:
-    """The number of positions (N H W) of a step, and the number of steps with a convolution. Without a hidden state,
-    the first step has no convolution.
+    """Return the number of pixels (N H W) of a time step, and the number of time steps that compute a recurrent
+    convolution. Without an initial hidden state, the first step computes none.
     """
     steps, batch, _, height, width = gates.shape
     return batch * height * width, steps - (hidden is None)

@@ -199,8 +199,8 @@ class ConvLstmGates(NamedTuple):
         return dgates, dcell, None if added is None else dgates
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops for each element of the cell: five activations, three products and a sum. If `added` is given, there
-        are four more sums, one for each gate.
+        """Flops for each element of the cell state: five activations, three products and a sum. If `added` is given,
+        there are four more sums, one for each gate.
         """
         flops = 4 + 4 * (self.added is not None) + activation_flops(FLOPS, *self[3:])
         read = distinct_bytes([self.gates, self.cell, self.added])

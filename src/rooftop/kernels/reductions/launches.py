@@ -33,8 +33,8 @@ def plan_of(
 def forward(
     plan: ReductionPlan, out: Tensor, x: Tensor, kind: str, dims: Sequence[int], reference: Tensor | None = None
 ) -> None:
-    """Write the reduction of x over `dims` to `out`, which is contiguous. `reference`: the extremes, if `kind` counts
-    the elements that equal an extreme.
+    """Write the reduction of x over `dims` to `out`, which is contiguous. If `kind` counts the elements that equal a
+    maximum or minimum, `reference` contains the maxima or minima.
     """
     require_triton()
     from rooftop.kernels.reductions import triton_kernels as kernels

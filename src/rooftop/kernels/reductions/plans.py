@@ -84,8 +84,8 @@ class ReductionPlan:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor with its dimensions merged to four: two that are kept and two that are reduced. A view stores the sizes
-    and strides of these dimensions, and the strides of the results along the two kept dimensions.
+    """The tensor to reduce, with its dimensions merged to four: two that are kept and two that are reduced. A view
+    stores the sizes and strides of these dimensions, and the strides of the result along the two kept dimensions.
     """
 
     kept: tuple[int, int]
@@ -96,7 +96,7 @@ class View:
 
     @property
     def along(self) -> int:
-        """Along which dimensions memory is contiguous. 0: the reduced dimensions; 1: the kept dimensions;
+        """The kind of the dimension along which the tensor is contiguous. 0: a reduced dimension; 1: a kept dimension;
         2: neither.
         """
         if self.reduced_strides[1] == 1:
@@ -203,7 +203,9 @@ def _of_view(
 def _reduction(
     kind: str, view: View, dtype: torch.dtype, result: torch.dtype, processors: int, early: bool, counted: bool
 ) -> ReductionPlan:
-    """The plan that reduces a view in the forward direction, also used to count ties."""
+    """The plan of a forward reduction of `view`. The backward of maxima and minima uses such a plan, too, to count for
+    each result the elements that equal it (ties).
+    """
     kept, reduced, split, parameters = _tile(view, kind, dtype.itemsize)
     parameters |= _dependent_launch(parameters["EARLY"] and early)
     tiles, blocks, sizes, constants = _arguments(view, kept, reduced)
@@ -236,7 +238,9 @@ def _reduction(
 
 
 def _combination(reduction: Constants, splits: int, results: int, count: float) -> KernelLaunch:
-    """The launch that combines the partial results of `splits` programs for each result."""
+    """The launch that combines the partial results of a reduction. Each of the `results` results has `splits` of them,
+    one for each program that reduced a part of its elements.
+    """
     kept = min(power_of_two(results), 128)
     constants = {name: reduction[name] for name in ("KIND", "IDENTITY")}
     constants |= {"KEPT": kept, "SPLITS": min(power_of_two(splits), tables.COMBINED // kept), "num_warps": 4}
@@ -244,8 +248,8 @@ def _combination(reduction: Constants, splits: int, results: int, count: float) 
 
 
 def _tile(view: View, kind: str, element_bytes: int) -> tuple[int, int, SplitConfig, Constants]:
-    """Return, for the forward kernel, the number of kept and of reduced elements of a tile, the split, and the launch
-    parameters.
+    """Return for the forward kernel: the number of results of a tile, the number of elements that a tile reduces at
+    once for each result, how the elements of a result are split over programs, and the launch parameters.
     """
     kept, reduced = (power_of_two(sizes[1]) for sizes in (view.kept, view.reduced))
     total = math.prod(view.reduced) * element_bytes
@@ -309,8 +313,8 @@ def _spread(kind: str, view: View, element_bytes: int) -> KernelLaunch:
 
 
 def _shared_tile(view: View, element_bytes: int) -> tuple[int, int] | None:
-    """Return the number of kept and of reduced elements of a tile that contains all elements of x that its results
-    reduce; None if that tile is too large.
+    """The size (number of results, number of elements for each result) of a tile that holds all elements of x that are
+    reduced to its results. None if such a tile is too large.
     """
     reduced = power_of_two(view.reduced[1])
     least = tables.SHARE_WIDTH_BYTES if view.along == 1 else element_bytes
@@ -319,7 +323,9 @@ def _shared_tile(view: View, element_bytes: int) -> tuple[int, int] | None:
 
 
 def _share(kind: str, view: View, kept: int, reduced: int) -> KernelLaunch:
-    """The launch that computes an extreme's gradient, in tiles that contain all elements of their results."""
+    """The launch that computes the gradient of a maximum or minimum. Each tile holds all elements of x that are reduced
+    to its results, so it can count the ties itself.
+    """
     tiles, _, sizes, constants = _arguments(view, kept, reduced)
     warps = max(tables.SHARE_WARPS, kept * reduced // (tables.LANE_ELEMENTS * 32))
     constants |= {"KIND": KINDS.index(kind), "num_warps": warps}
@@ -330,8 +336,8 @@ def _share(kind: str, view: View, kept: int, reduced: int) -> KernelLaunch:
 
 
 def _arguments(view: View, tile_kept: int, tile_reduced: int) -> tuple[int, int, tuple[int, ...], Constants]:
-    """Return the number of tiles of kept elements, the number of blocks of reduced elements, and a kernel's arguments
-    and constants.
+    """Return the number of tiles along the kept dimensions, the number of blocks along the reduced dimensions, and the
+    arguments and constants of a kernel whose tiles have tile_kept x tile_reduced elements.
     """
     (far, kept), (far_stride, stride), (far_out, out) = view.kept, view.kept_strides, view.out_strides
     (far_reduced, reduced), (far_reduced_stride, reduced_stride) = view.reduced, view.reduced_strides

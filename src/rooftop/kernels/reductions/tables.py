@@ -23,8 +23,8 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """How the elements of a result are split over programs: the number of programs per SM, and whether the program that
-    finishes last combines the partial results.
+    """How a reduction splits the elements of each result over several programs: the number of programs per SM, and
+    whether the program that finishes last also combines the partial results.
     """
 
     programs_per_sm: int

@@ -132,7 +132,9 @@ def combine_partials(
     KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr,
     KEPT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute KEPT results from their partial results."""
+    """Combine the partial results of KEPT results. Each result has `splits` partial results, one for each program that
+    reduced a part of its elements.
+    """
     place = tl.program_id(0).to(tl.int64) * KEPT + tl.arange(0, KEPT)
     exists = place < results
     value, first = _combined(
@@ -149,8 +151,8 @@ def spread_gradient(
     KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of a tile from results y and gradients dy. `ties`: the number of elements that share an extreme's
-    gradient.
+    """Compute dx for a tile of x, from the results y and their gradients dy. `ties`: for each maximum or minimum in y,
+    the number of elements of x that equal it and share its gradient.
     """
     if ALONG == COLUMNS:
         kept = kept * UNIT
@@ -187,8 +189,8 @@ def share_gradient(
     KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of a tile that contains all elements of its extremes. The kernel counts the ties itself and reads x
-    once.
+    """Compute dx for a tile of x that contains all elements over which its maxima or minima y were taken. The kernel
+    counts the elements that share a gradient itself, and reads x once.
     """
     if ALONG == COLUMNS:
         kept = kept * UNIT
@@ -237,8 +239,8 @@ def _reduced_elements(
     index, near, lane, reduced, reduced_stride, far_reduced_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """Return (offsets, mask) of a block (REDUCED,) of reduced elements. The near reduced dimension has `near`
-    blocks.
+    """Return (offsets, mask) of block `index` of reduced elements, (REDUCED,). `near`: the number of blocks along the
+    inner one of the two reduced dimensions.
     """
     if NESTED:
         block, far = tl.cast(index % near, tl.int64), tl.cast(index // near, tl.int64)
@@ -256,8 +258,8 @@ def _reduced_elements(
 
 @triton.jit
 def _fold(best, found, loaded, index, target, inside, KIND: tl.constexpr):
-    """Update each lane's value (`best`) with one more element (`loaded`). For ARG kinds, also update the index of the
-    block of the first extreme (`found`).
+    """Update the running value of each lane (`best`) with one more element (`loaded`). For ARG kinds, also update
+    `found`, the index of the block in which the lane first met its extreme.
     """
     if KIND == NORM1:
         best += tl.abs(loaded)
@@ -296,7 +298,9 @@ def _beyond(value, best, KIND: tl.constexpr):
 
 @triton.jit
 def _across(best, where, KIND: tl.constexpr):
-    """Combine the values of all lanes to (KEPT,). For ARG kinds, also return the first positions of the extremes."""
+    """Combine the running values of all lanes to one value for each result, (KEPT,). For ARG kinds, also return the
+    position of the first extreme (`where`: the positions of the lanes' extremes).
+    """
     SMALLEST: tl.constexpr = (KIND == AMIN) | (KIND == ARGMIN)
     first = 0
     if KIND <= NORM2:

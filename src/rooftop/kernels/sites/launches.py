@@ -133,8 +133,9 @@ def rows_by_mask(masks: Tensor) -> Tensor:
 
 
 def _mask_keys(masks: Tensor) -> Tensor:
-    """The keys (M,) by which rows are sorted: integers that increase with the position of the row's mask in the Gray
-    code."""
+    """The keys (M,) for sorting rows so that rows with similar masks are neighbours. A key is an integer that increases
+    with the position of the row's bit mask in the Gray code.
+    """
     rows, words = size(masks, 0), masks.shape[1]
     if without_kernels(masks.device):
         sample = torch.arange(tables.SAMPLE, device="cpu") * rows // tables.SAMPLE
@@ -161,8 +162,9 @@ def _mask_keys(masks: Tensor) -> Tensor:
 
 
 def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
-    """Sort a table (M, T) by an order (M,) of its rows. The result, (1 + ceil(T / 32) + T, M) int32, contains the
-    order, the rows' masks, and the sites tap by tap, so that a tile of the convolution reads contiguous memory.
+    """Reorder the rows of a neighbour table (M, T) as `order` (M,) lists them. The result, (1 + ceil(T / 32) + T, M)
+    int32, contains the order, the bit masks of the rows, and the sites, one line for each tap. A tile of the
+    convolution thus reads contiguous memory.
     """
     rows, taps = size(neighbours, 0), neighbours.shape[1]
     words = -(-taps // 32)
@@ -197,7 +199,9 @@ def row_order(neighbours: Tensor) -> Tensor:
 
 
 def row_order_shape(rows: int, taps: int) -> tuple[int, ...]:
-    """The shape of `row_order`'s result for a table."""
+    """The shape of the result of `row_order` for a neighbour table of `rows` rows and `taps` taps: that of a
+    `sorted_table`, or only an order (rows,).
+    """
     return (1 + -(-taps // 32) + taps, rows) if tables.TABLES_SORTED and rows <= tables.MOST_SORTED else (rows,)
 
 
@@ -283,7 +287,9 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
 
 
 def has_table(order: Tensor | None) -> bool:
-    """Whether `order` is a `sorted_table`, which contains the table, instead of only an order."""
+    """Whether `order` is the result of `sorted_table`, which contains the neighbour table, instead of only an order of
+    rows.
+    """
     return order is not None and order.dim() == 2
 
 
@@ -301,7 +307,9 @@ def row_count(neighbours: Tensor | None, order: Tensor | None) -> int:
 
 
 def _width(taps: int) -> int:
-    """The number of taps that a kernel examines together. Each tap takes one bit of a word of 32 bits."""
+    """The number of taps of a row that a kernel examines at the same time, one for each bit of a 32-bit word: a power
+    of two, up to 32.
+    """
     return min(32, power_of_two(taps))
 
 

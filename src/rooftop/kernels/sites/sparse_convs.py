@@ -94,7 +94,9 @@ def weight_gradient_reference(dy: Tensor, features: Tensor, neighbours: Tensor) 
 
 
 def _pairs_by_tap(neighbours: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """For each tap, the indices (sites, rows) of its pairs, in ascending order of rows."""
+    """For each tap, the pairs of an input site and an output row that it connects, as two tensors (sites, rows), in
+    ascending order of rows.
+    """
     found = []
     for column in neighbours.unbind(1):
         rows = (column >= 0).nonzero().squeeze(1)
@@ -146,7 +148,9 @@ def _taps(weight: Tensor) -> int:
 
 
 def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int, name: str = "order") -> Tensor:
-    """The table (M, T), either `neighbours` or recovered from a sorted table."""
+    """The neighbour table (M, T) in its original row order: `neighbours` itself, or recovered from the sorted table in
+    `order`.
+    """
     if neighbours is not None:
         return neighbours
     row_count(neighbours, order)  # raises without a table
@@ -160,7 +164,9 @@ def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int, name: str
 
 
 class SparseConv(NamedTuple):
-    """The convolution (M, O). `weight`: (O, *kernel, C). Only the gradients read `reverse` and `reverse_order`."""
+    """Sparse convolution of features (N, C) with a weight (O, *kernel, C). The result is (M, O). Only the gradients
+    read `reverse` and `reverse_order`.
+    """
 
     features: Tensor
     weight: Tensor
@@ -185,8 +191,8 @@ class SparseConv(NamedTuple):
         return self.features.new_empty(row_count(self.neighbours, self.order), self.weight.shape[0])
 
     def in_pytorch(self) -> Tensor:
-        """Multiply all rows at each tap instead of only the pairs: the number of pairs is unknown to a traced
-        program.
+        """Multiply all M rows at each tap, and discard the products of rows without a site at that tap. A traced
+        program cannot select these rows, because their number is unknown.
         """
         features, weight, bias, neighbours, order = *self[:4], self.order
         matrices = _by_taps(weight).to(accumulator_dtype(features.dtype))

@@ -79,7 +79,9 @@ class Kept(NamedTuple):
 
 
 class SparseGlobalPool(NamedTuple):
-    """The result (B, C), and the number of sites of each batch element, (B,) int32."""
+    """Maximum or mean of the features (N, C) over all sites of each batch element. Return the result (B, C), and the
+    number of sites of each batch element, (B,) int32.
+    """
 
     features: Tensor
     batch: Tensor
@@ -109,8 +111,8 @@ class SparseGlobalPool(NamedTuple):
         return features.new_empty(size, features.shape[1]), self.batch.new_empty(size, dtype=torch.int32)
 
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
-        """Compute the results without reading the numbers of sites on the host. (The reference reads these numbers,
-        which synchronizes with the GPU.)
+        """Compute the results without a GPU synchronization. (The reference reads the numbers of sites on the host,
+        which synchronizes.)
         """
         features, batch, batch_size, average = self
         element = _elements(batch, batch_size)

@@ -112,8 +112,8 @@ class Kept(NamedTuple):
 
 
 class SparsePool(NamedTuple):
-    """Pooling: the result (M, C), and for a mean the number of neighbours of each result, (M,) int32. Only the gradient
-    reads `reverse`.
+    """Pooling of features (N, C) in windows. Return the result (M, C), and for a mean the number of neighbours of each
+    result, (M,) int32. Only the gradient reads `reverse`.
     """
 
     features: Tensor

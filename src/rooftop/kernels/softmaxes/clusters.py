@@ -77,8 +77,8 @@ ARRIVAL_BYTES = 800  # arrival counters at the beginning of shared memory, befor
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch of clusters with the parameters `config`. Each block processes `part_groups` 16-byte groups of each
-    tensor's row.
+    """How to launch a cluster kernel: the parameters `config`, the number of 16-byte groups of each row that a block of
+    the cluster processes, and the shared memory of a block in bytes.
     """
 
     config: ClusterConfig
@@ -100,7 +100,9 @@ class Rows(NamedTuple):
 
 
 def start_of(rows: Tensor) -> tuple[int, int]:
-    """The entry of `Rows.starts` for a tensor (M, N)."""
+    """The alignment of the rows of a tensor (M, N), for `Rows.starts`: the address of the first row modulo 16 bytes,
+    and the distance between rows modulo 16 bytes.
+    """
     return rows.data_ptr() % GROUP_BYTES, rows.stride(0) * rows.element_size() % GROUP_BYTES
 
 
@@ -120,8 +122,8 @@ def entry_for(table: Table, rows: Rows) -> ClusterConfig | OddRows | None:
 
 
 def planned(entry: ClusterConfig | OddRows, rows: Rows, device: Device) -> Plan | str:
-    """The launch of clusters that `entry` describes for these rows, or the reason why clusters cannot compute
-    the rows.
+    """The plan of the cluster kernel with the parameters `entry` for these rows, or the reason why the cluster kernels
+    cannot compute them.
     """
     if not set(rows.dtypes) <= CPP_TYPES.keys():
         return "rows are not of single or half precision"

@@ -269,8 +269,8 @@ def _load(place, inside):
 
 @triton.jit
 def _rows_of_mask(row, middle, inner, outer_stride, middle_stride, inner_stride):
-    """The offset of the mask's row for each row of x. A row number of x is an index into the dimensions (outer, middle,
-    inner), whose strides in the mask may be 0.
+    """The offset, in the mask, of the mask's row that belongs to each row of x. `middle` and `inner` are sizes: the row
+    number is split into an index (outer, middle, inner), and a stride is 0 where the mask is broadcast.
     """
     outer = row // inner // middle
     return outer * outer_stride + (row // inner % middle) * middle_stride + (row % inner) * inner_stride

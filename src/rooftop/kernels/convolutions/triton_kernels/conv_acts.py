@@ -269,7 +269,9 @@ def _add_step(
     PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, BATCH: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Add to `total` the product over DEPTH channels of one tap."""
+    """Add to `total` the product of weights and image for one tap of the window and DEPTH of its channels. `step`
+    numbers the blocks of DEPTH channels of all taps.
+    """
     # For line o of the result, a tap reads line o * STRIDE + offset of the image. The code adds a multiple of the
     # stride to keep the offset nonnegative, because Triton's division rounds negative numbers up instead of down.
     AHEAD_H: tl.constexpr = (PADDING_H + STRIDE_H - 1) // STRIDE_H

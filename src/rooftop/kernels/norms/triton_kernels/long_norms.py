@@ -217,7 +217,9 @@ def norm_backward_long(
 
 @triton.jit
 def _load(pointers, place, shift, columns, SHIFT: tl.constexpr, EVICT: tl.constexpr):
-    """Load a block of a row. Elements outside the row are 0."""
+    """Load a block of a row, with 0 for elements outside the row. `place`: the elements' positions; with SHIFT,
+    position 0 is `shift` elements before the row, and whole groups of eight elements are loaded.
+    """
     if SHIFT:
         groups = place < (shift + columns + 7) // 8 * 8
         values = tl.load(pointers, mask=groups, other=0.0, eviction_policy=EVICT)
@@ -228,7 +230,9 @@ def _load(pointers, place, shift, columns, SHIFT: tl.constexpr, EVICT: tl.conste
 
 @triton.jit
 def _store(pointers, values, place, shift, columns, SHIFT: tl.constexpr):
-    """Store a block of a row. With SHIFT, groups that overlap a neighbouring row are stored one element at a time."""
+    """Store a block of a row. With SHIFT, whole groups of eight elements are stored at once. A group that overlaps a
+    neighbouring row is stored one element at a time.
+    """
     if SHIFT:
         begin = (shift + 7) // 8 * 8
         end = (shift + columns) // 8 * 8

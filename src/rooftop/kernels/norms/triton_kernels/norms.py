@@ -342,8 +342,8 @@ def norm_backward_shifted(
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same as `norm_backward`, for rows that are not aligned to 16 bytes. Row i of a program's tiles has its own
-    shift, and therefore its own sums.
+    """Do the same as `norm_backward` for rows that do not begin at multiples of 16 bytes. The rows at index i of all
+    tiles of a program have the same shift. The program therefore keeps separate partial sums for each i.
     """
     lane = tl.arange(0, COLUMNS)
     first = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -506,7 +506,9 @@ def store_shifted(place, values, lane, shift, columns, ENDS: tl.constexpr):
 
 @triton.jit
 def _rest_and_variance(rests, squares, columns):
-    """Compute (rounding error of the mean (ROWS, 1), variance (ROWS,)) from each lane's deviations and squares."""
+    """Compute (rounding error of the mean (ROWS, 1), variance (ROWS,)) of each row. `rests` and `squares` (ROWS,
+    lanes): sums of the deviations from the rounded mean, and of their squares.
+    """
     rest, variance = tl.reduce((rests, squares), 1, _add_pairs)
     rest = rest * (1.0 / columns)
     return rest[:, None], tl.maximum(variance * (1.0 / columns) - rest * rest, 0.0)
@@ -519,7 +521,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _sum_of_rows(partial, rows, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum the rows 0, 2, 4 and so on of `partial`, `rows` rows in total, for the given columns."""
+    """Sum every second row of `partial`, from row 0 on, for the given columns. `rows`: the number of rows to add."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS).to(tl.int64)

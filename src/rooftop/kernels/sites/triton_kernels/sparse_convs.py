@@ -179,7 +179,10 @@ def sum_pieces(
     CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
     PIECES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of a tap's pieces in a fixed order. The result is 0 if the tap has no pieces."""
+    """Compute the weight's gradient `out` from the sums over pieces of each tap's pairs
+    (`sparse_conv_weight_gradient`). Each program adds the sums of one tap in a fixed order; the result is 0 if the tap
+    has no pairs.
+    """
     size: tl.constexpr = OUT_CHANNELS * CHANNELS
     tap = tl.program_id(0)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -306,7 +309,9 @@ def block_bits(
     rows, blocks,
     TAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Set bit t % 32 of word t // 32 of a block's bits if one of the block's BLOCK rows in a sorted table has tap t."""
+    """For a block of BLOCK rows of a sorted table, set bit t % 32 of word t // 32 if any of these rows has a site at
+    tap t.
+    """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     block = tl.program_id(0)
     position = block * BLOCK + tl.arange(0, BLOCK)
@@ -361,7 +366,9 @@ def start_pairs(
     blocks,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """For each tap, compute the number of pairs before each block of rows, and the total number of pairs."""
+    """For each tap, compute the number of pairs that precede each block of rows, and the total number of pairs.
+    `counts`: the number of pairs of each tap in each block.
+    """
     tap = tl.program_id(0)
     line = _line(tap, blocks, True)
     before = tl.zeros((), tl.int32)
@@ -445,7 +452,7 @@ def _line(number, length, WIDE: tl.constexpr):
 
 @triton.jit
 def _rows(ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """The rows of a program."""
+    """The indices (ROWS,) of the rows that this program processes, as 64-bit integers if WIDE."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if WIDE:
         row = row.to(tl.int64)
