@@ -117,7 +117,10 @@ def _json_file(context: click.Context, option: click.Parameter, path: Path | Non
         return path
     check_writable(path)
     if path.is_file() and not _is_of(path, "JSON"):
-        raise click.BadParameter(f"{path} is not JSON, and is not overwritten: give another name, or put --json last")
+        raise click.BadParameter(
+            f"{path} is not JSON, and is not overwritten: give another name. --json took this argument as its file: if "
+            "it is an input, put --json last"
+        )
     return path
 
 

@@ -25,7 +25,7 @@ from rooftop.errors import InputError
 from rooftop.launch.triton_launch import launch
 
 ONE_BITS = 22  # a weight of 1 is 2**22
-MOST_VALUES = 2**31 - 1  # values of an image that a kernel counts in int32
+MOST_VALUES = 2**31 - 1  # most values of one image, because a kernel counts an image's values in int32
 MOST_SIDE = 65535  # rows of a result, and photographs of a batch: limits of a CUDA grid
 BLOCK, WARPS = 512, 4
 

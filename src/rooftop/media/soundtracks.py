@@ -136,7 +136,7 @@ class EncodedSound:
     """
 
     def __init__(self, container: av.container.OutputContainer, codec: str, channels: int, rate_hz: int) -> None:
-        import av  # the writer has imported PyAV before
+        import av  # without `load_av`: the `VideoWriter` that creates this object has already checked PyAV
 
         try:
             encoder = av.Codec(codec, "w")

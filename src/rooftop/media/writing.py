@@ -438,8 +438,8 @@ class VideoWriter:
                 )
             if tick <= before:
                 raise InputError(
-                    f"a frame at {float(tick / rate):.6f} s after one at {float(before / rate):.6f} s: expected times "
-                    f"that increase (by at least 1/{float(rate):.6g} s)"
+                    f"a frame has the time {float(tick / rate):.6f} s, but the frame before it has the time "
+                    f"{float(before / rate):.6f} s: expected times that increase (by at least 1/{float(rate):.6g} s)"
                 )
             before = tick
         return ticks

@@ -55,7 +55,8 @@ class ChannelsLast(Rule):
         convolutions = [
             module
             for module in candidate.model.modules()
-            if isinstance(module, CONVOLUTIONS_2D) and module.weight is not None  # a folded convolution has no weight
+            # if a norm was folded into a convolution, the convolution's submodule `folded` has the weight
+            if isinstance(module, CONVOLUTIONS_2D) and module.weight is not None
         ]
         for module in convolutions:
             weight = module.weight.detach().contiguous(memory_format=torch.channels_last)

@@ -97,7 +97,8 @@ def checked_materials(materials: Sequence[Material], numbers: int, whose: str) -
     wrong = [each for each in given if not isinstance(each, Material)]
     if wrong:
         raise TypeError(
-            f"materials of {whose}: expected a list of scene.Material, one for each number, got {short(wrong[0])}"
+            f"materials of {whose}: expected a list of scene.Material, one for each material number of the faces, "
+            f"got {short(wrong[0])}"
         )
     if len(given) < numbers:
         raise ValueError(

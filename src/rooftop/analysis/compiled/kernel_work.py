@@ -140,8 +140,10 @@ def kernel_works(
     graph = with_known_sizes(graph, sizes)
     by_name = {node.name: node for node in graph.nodes}
     groups = [[by_name[name] for name in names if name in by_name] for _, names in kernels]
-    # Only the library's kernel does the library's work. Generated kernels may also name the library's node as their
-    # origin, for example a kernel that adds the node's bias or changes the layout of the node's operands.
+    # Inductor may list the node of a library call, such as a convolution, for several kernels: the library's kernel,
+    # which computes the call, and generated kernels that add the call's bias or change the layout of its operands. Only
+    # the library's kernel counts the call. `_calls` keeps only the call in the group of the library's kernel. Below,
+    # `_without` removes the call from the groups of generated kernels.
     groups = [
         group if is_generated(name) else _calls(name, group) for (name, _), group in zip(kernels, groups, strict=True)
     ]

@@ -41,8 +41,8 @@ Weights are downloaded once, to torchvision's folder. To use a mirror, set ROOFT
 @click.option(
     "--weights",
     metavar="NAME|FILE",
-    help="Published weights (DEFAULT is the newest, or IMAGENET1K_V1, ...), or your own .pth or .safetensors file.  "
-    "[default: DEFAULT]",
+    help="Name of published weights, such as IMAGENET1K_V1, or your own .pth or .safetensors file. The name DEFAULT "
+    "means the newest published weights.  [default: DEFAULT]",
 )
 @seed_option
 @click.option(

@@ -36,7 +36,13 @@ What to do if a stage is the slowest:
 
 @click.command("bench", epilog=EXAMPLES)
 @click.argument("data", type=click.Path())
-@click.option("--model", "model_name", metavar="TARGET", help="Also time the training step of this classifier.")
+@click.option(
+    "--model",
+    "model_name",
+    metavar="TARGET",
+    help="Also time the training step of this image classifier: a built-in model (resnet50) or "
+    "package.module:callable, as for `rooftop analyze`.",
+)
 @click.option(
     "--size", type=click.IntRange(min=1), default=224, show_default=True, help="Side of the images, in pixels."
 )

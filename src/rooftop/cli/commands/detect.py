@@ -65,7 +65,7 @@ Examples:
 @dtype_option
 @batch_size_option(4)
 @skip_option
-@json_option("the objects")
+@json_option("the detected objects")
 @done_by("rooftop.cli.detect:run")
 def command() -> None:
     """Detect objects on photographs with a DETR: print a table, and draw their boxes.

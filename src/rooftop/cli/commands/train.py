@@ -293,7 +293,8 @@ def command() -> None:
     "--init-from",
     metavar="FOLDER",
     help="Start from the weights of a GPT-2, Llama, Mistral or Qwen of Hugging Face (config.json and .safetensors). "
-    "config.json sets the sizes. With --load, only these sizes are used.",
+    "config.json sets the model's sizes. If --load continues from a checkpoint, the checkpoint's weights replace "
+    "those of FOLDER, and only FOLDER's config.json is used.",
 )
 @path(
     "--metrics",
@@ -317,7 +318,8 @@ def command() -> None:
     "--dry-run",
     is_flag=True,
     help="Check all options, show the pipeline schedule and the tokens of each rank, then exit. Without torchrun, the "
-    "check assumes as many ranks as the sizes require.",
+    "check assumes one model replica: as many ranks as the product of --tensor-parallel-size, "
+    "--pipeline-parallel-size and --context-parallel-size.",
 )
 @done_by("rooftop.cli.train:train_gpt")
 def gpt() -> None:

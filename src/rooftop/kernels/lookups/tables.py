@@ -40,7 +40,8 @@ class FewConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# For few tokens, time on the host dominates, so two launches are faster than a sort and up to three launches. The
+# For few tokens, time on the host dominates. Without sorting, the gradient takes two launches, which is faster. With
+# sorting, it takes a sort and up to three launches. But without sorting, each token is compared with all tokens, so the
 # number of comparisons grows with the square of the number of tokens. The parameters in FEW are not measured yet.
 FEW = FewConfig(most=2048, items=32, columns=256, warps=4, measured=False)
 

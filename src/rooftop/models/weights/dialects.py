@@ -173,9 +173,9 @@ def _swin(merging: int) -> tuple[Rename, ...]:
     )
 
 
-# Tables to ignore, because the model computes them itself. The model's index, like torchvision's, has shape (N * N,).
-# The index of these files has shape (N, N). Swin V2's table of coordinates is not ignored, because only the shape of
-# this table shows the window size.
+# Tables to ignore in Microsoft's and timm's files, because Rooftop's model computes them itself. The files'
+# `relative_position_index` has shape (N, N), and would not fit: Rooftop's and torchvision's have shape (N * N,). Swin
+# V2's table of coordinates is not ignored, because only the shape of this table shows the window size.
 SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
 
 SWIN = (

@@ -150,7 +150,7 @@ def _lines(text: str, name: str) -> list[str]:
             counts[word] += 1
             if word == "v":
                 vertices.append(_numbers(rest[:3], number, name))
-        elif word in ("f", "fo"):  # version 2 of the format called a face `fo`
+        elif word in ("f", "fo"):  # in version 2 of the OBJ format, lines of faces begin with `fo`
             corners = [_absolute(corner, counts, number, name) for corner in rest]
             faces.append((len(found), corners, [int(corner.partition("/")[0]) - 1 for corner in corners]))
             word, rest = "f", corners

@@ -169,9 +169,10 @@ def _fan(keys, starts, ranks, order, in_fans):  # type: ignore[no-untyped-def]
             end = begin + 1
             while end < count and most[end] == most[begin]:
                 end += 1
-            # A triangle may introduce a vertex that no earlier fan used. Triangles with such a vertex come last in
-            # their fan, and go clockwise around its vertex, not counterclockwise like the triangles before them: the
-            # first introduces the new vertex, and the next continues from there.
+            # A fan is the triangles with the same last vertex, the fan's centre. A corner other than the centre is new
+            # if no earlier fan has it. Triangles without a new corner come first, counterclockwise around the centre.
+            # Triangles with a new corner (`late`) come last, clockwise around the centre: the first of them introduces
+            # a new corner, and the next continues from this corner.
             for row in range(begin, end):
                 late[row] = appears[before[row]] == most[row] or appears[after[row]] == most[row]
                 previous[row], head[row], place[row] = -1, row, 0
