@@ -83,8 +83,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Lower:
-    """A figure that the last measurement found worse than an earlier one did: a lower rate or a longer time. The
-    ceilings keep the earlier value."""
+    """A figure (a rate or a launch time) whose newest value is worse than an earlier one: a lower rate or a longer time.
+    The ceilings keep the earlier value."""
 
     figure: str
     new: float
