@@ -320,7 +320,9 @@ class Recording:
         self._step_began = time.perf_counter()
 
     def _count_step(self, calls: Calls) -> None:
-        """Continue the stage, or begin the next stage. If a step is not typical, the stage is repeated."""
+        """Continue the recording's current stage, or begin its next stage. A stage that watches single steps repeats a
+        step that is incomplete, or that makes an unusual number of module calls or backward calls. A stage that was
+        given up is also repeated, except `ranks`."""
         laps, name = self._laps, self._stage.name
         by_step = name in ("early", "plain", "labelled")
         if self._given_up and (name == "ranks" or laps.repeats >= MOST_REPEATS):

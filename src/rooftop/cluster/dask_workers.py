@@ -173,7 +173,8 @@ class DaskWorkers:
         return events
 
     def _event(self, chunk: Chunk, future: Any) -> Event | None:
-        """The event of a chunk whose task Dask reports as done; None if the scheduler does not know the task."""
+        """Return how a chunk ended (finished, lost or hung) whose task Dask reports as done. Return None if the
+        scheduler does not know the task."""
         if future is None or future.status in ("cancelled", "lost", "pending"):
             return None
         if future.status == "error":

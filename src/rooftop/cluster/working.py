@@ -304,7 +304,8 @@ class Workshop:
                     yield from self._finished(begun.popleft(), at)
 
     def _begun(self, progress: _Progress, first: int, decoding: Ahead, at: At) -> _Batch:
-        """Decode the items of a batch, and begin its call. A call that is not pipelined also ends here."""
+        """Decode the items of a batch, and begin to call the job's target (`self.call`) with the decoded values. A call
+        that is not pipelined also ends here."""
         count = min(self.job.batch, len(progress.chunk.items) - first)
         with at(progress.chunk, first, count):
             found = decoding.take(count)

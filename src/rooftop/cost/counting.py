@@ -282,9 +282,9 @@ def dtype_name(tensor: Tensor | None) -> str:
 
 
 def title_of(call: Call) -> str:
-    """The name in reports of an operator whose schema name is ambiguous. A transposed convolution gets
-    torch.nn.functional's name ("aten::conv_transpose2d"), its backward the same name with "_backward". Every other
-    operator gets ""."""
+    """Return the name that reports show instead of the operator's schema name, if the schema name is ambiguous. A
+    transposed convolution gets torch.nn.functional's name ("aten::conv_transpose2d"), its backward the same name with
+    "_backward". Every other operator gets ""."""
     namespace, _, name = call.func._schema.name.partition("::")
     if (
         namespace != "aten"

@@ -269,7 +269,8 @@ def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]
     threads = threading.local()  # per thread, as torch's mark is: backward passes run in other threads
 
     def calls() -> tuple[RunningCalls, RunningCalls]:
-        """This thread's running modules, and the marks of its running modules and optimizers."""
+        """Return the scopes of this thread's running modules, and the arguments of `mark` for its running modules and
+        optimizers."""
         if not hasattr(threads, "calls"):
             threads.calls = RunningCalls(), RunningCalls()
         scopes, marks = threads.calls

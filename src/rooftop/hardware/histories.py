@@ -83,8 +83,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Lower:
-    """A figure that the last measurement found worse than an earlier one did: a lower rate or a longer time. The
-    ceilings keep the earlier value."""
+    """A rate or a time whose newest value is worse than an earlier value: a lower rate, or a longer time. The ceilings
+    keep the earlier value."""
 
     figure: str
     new: float
@@ -245,7 +245,7 @@ def history_of(ceilings: Ceilings) -> History:
 
 
 def _words_of(name: str) -> set[str]:
-    """The names by which `Ceilings.disturbed` may refer to a figure."""
+    """The names that `Ceilings.disturbed` may contain for the rate or launch time `name`."""
     if part_of(name) == "memory":
         return {"memory", f"memory {size_in_words(int(name.split()[1]))}"}
     return {in_words(name)}

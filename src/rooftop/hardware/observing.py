@@ -169,7 +169,7 @@ def _restore_flags(before: dict[str, Any]) -> None:
 
 
 class _TakesItWhenLoaded(MetaPathFinder):
-    """Set the eager stance when the program imports the compiler, under any of the compiler's names."""
+    """Set the eager stance when the program loads PyTorch's compiler (the module `_COMPILER`), by whatever import."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack

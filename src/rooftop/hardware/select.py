@@ -98,7 +98,7 @@ def _free_bytes(gpu: Gpu) -> int:
 def _reasons(
     gpu: Gpu, free: int, min_free_bytes: int, min_capability: tuple[int, int] | None, partner: Gpu | None
 ) -> list[str]:
-    """The reasons why a GPU does not qualify; empty if it qualifies."""
+    """The reasons why a GPU does not meet the caller's requirements; empty if the GPU meets them."""
     reasons = []
     if free < min_free_bytes:
         reasons.append(f"{_size(free)} free of {_size(gpu.memory_bytes)}")

@@ -185,7 +185,8 @@ def _sampler(fn: Callable[[], object], device: torch.device, warm_up_seconds: fl
 
 
 def _warm_up(fn: Callable[[], object], seconds: float, synchronize: Callable[[], None]) -> int:
-    """Call `fn` for at least `seconds`; return the number of calls in a sample."""
+    """Warm up: call `fn` for at least `seconds`. Return how many calls each sample must time after the warm-up, so that
+    a sample takes at least `LEAST_SAMPLE_S`."""
     fn()
     synchronize()
     began, calls, ahead = time.perf_counter(), 0, 1

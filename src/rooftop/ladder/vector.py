@@ -25,7 +25,7 @@ WRONG_THREADS = 500_000
 
 
 def make(size: int, device: torch.device) -> Ladder:
-    """The vector ladder for `size` elements."""
+    """Make the vector ladder: several implementations (rungs) of z = x + y for vectors of `size` elements."""
     x, y, z = torch.randn(size, device=device), torch.randn(size, device=device), torch.empty(size, device=device)
     names = (ALONE, NARROW, EACH, STRIDE, WIDE, IN_FLIGHT)
     return Ladder(

@@ -175,7 +175,7 @@ def in_python() -> Iterator[None]:
 
 
 def _enter(blocks: int) -> None:
-    """Change the number of open `in_python` blocks, over all threads."""
+    """Add `blocks` (1 or -1) to the number of open `in_python` blocks of all threads."""
     global _blocks
     with native_calls.starting:
         _blocks += blocks

@@ -355,8 +355,8 @@ class Geometry:
         return needs
 
     def _check_nodes(self, start: int) -> None:
-        """Check that children come after their parents, so that a traversal ends, and that leaves name existing
-        pages."""
+        """Check the nodes of the tree. Child nodes must come after their parents, so that a traversal ends. The page of
+        each leaf must exist."""
         kind, at = self.nodes[:, :, layouts.CHILD_KIND], self.nodes[:, :, layouts.CHILD_AT]
         inner = kind == layouts.INNER
         own = np.arange(len(self.nodes))[:, None]

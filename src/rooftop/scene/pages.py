@@ -106,7 +106,7 @@ def _masks_fit(
     references: npt.NDArray[np.int64],
 ) -> bool:
     """Whether the masks of each cluster imply the numbers of vertices and references that the cluster's head states. If
-    they do, no reference points outside the stream.
+    they do, a reader that follows the masks stays within the cluster's streams.
     """
     kind = heads[:, layouts.CLUSTER_MASKS]
     places = heads[:, layouts.CLUSTER_STREAMS, None] + np.arange(layouts.NEW_WORDS)

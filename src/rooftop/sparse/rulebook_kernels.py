@@ -95,8 +95,8 @@ def insert_sites(
     rows: wp.array(dtype=wp.int32),
     faults: wp.array(dtype=wp.int32),
 ):
-    """Insert the key of each site, and store the site's row in `rows` at the key's slot. Record a fault for sites off
-    the grid and for repeated sites.
+    """Insert the key of each site into the hash table `table`. At the key's slot, `rows` gets the site's row number in
+    `sites`. Record a fault for sites off the grid and for repeated sites.
     """
     row = wp.tid()
     if is_inside(sites, row, dims, batch_size, shape):

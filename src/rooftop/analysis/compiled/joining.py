@@ -232,8 +232,8 @@ class _Walk:
             self._owners[part.source.correlation_id()] = operator
 
     def assign(self, kernels: Sequence[Kernel], host: Sequence[Any]) -> list[Kernel]:
-        """Assign each kernel to the operator that launched it, and the kernels of CUDA graphs to the work items of
-        their compiled graph.
+        """Assign each kernel to the operator that launched it. For kernels that a CUDA graph replayed, add operators
+        from the compiled graph's `KernelWork`s. Return the kernels without an operator.
         """
         replays = {e.correlation_id(): e for e in host if e.name().startswith("cudaGraphLaunch")}
         launches = {e.correlation_id(): e.start_ns() for e in host if e.name().startswith("cu")}

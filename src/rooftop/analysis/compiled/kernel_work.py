@@ -80,8 +80,10 @@ def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
 
 
 def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
-    """Return only the library call among the nodes of a library's kernel; all nodes if none has the kernel's name.
-    Inductor also lists nodes that only change the layout of the call's operands.
+    """Return those nodes of `group` that call the library kernel `name`. If no node does, return all nodes.
+
+    `group` has the nodes that inductor lists for this kernel. Some of them only change the layout of the call's
+    operands.
     """
     plain = plain_name(name)
     return [node for node in group if plain_name(_operator(node)) == plain] or group

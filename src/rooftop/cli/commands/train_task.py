@@ -97,7 +97,7 @@ Ctrl-C and SIGTERM save and end the training. --resume gives the same results as
 
 
 def task_of(name: str) -> str:
-    """Return the name of the built-in task `name`, or, if `name` is a model, of the task that trains this model."""
+    """Return the name of a built-in task. `name` is this task's name, or the name of a model that this task trains."""
     if name in names.TASKS:
         return name
     return next((task for task in ("swin", "hybrid") if name.startswith(task)), "resnet")

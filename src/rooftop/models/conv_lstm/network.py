@@ -139,8 +139,9 @@ class NextFrameNetwork(nn.Module):
 
         Args:
             hidden: hidden states of the last layer.
-            ahead: whether the head sees the hidden state of the next step, as in Keras's example. If False, each frame
-                is computed as if its step were the last step, as in prediction.
+            ahead: whether the head computes the frame of step t from the hidden states of steps t - 1, t and t + 1, as
+                the network of Keras's example does. If False, the head does not read step t + 1: it computes each frame
+                as if step t were the last step, as in prediction. With every_frame=False, `ahead` has no effect.
         """
         if self.every_frame:
             return self._from_channels_first(self.head(self._channels_first(hidden), ahead))

@@ -184,7 +184,7 @@ class _Next:
 
 @dataclass(frozen=True)
 class _Runs:
-    """A front's C clusters, divided into R runs of consecutive clusters. Groups of clusters are formed within a run.
+    """The C clusters of a `Front`, divided into R runs of consecutive clusters. All clusters of a group are in one run.
 
     Attributes:
         ends: (R + 1,) index of the first cluster of each run, then the number of clusters.
@@ -202,7 +202,7 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Step:
-    """A front's C clusters, divided into G groups.
+    """The C clusters of a `Front`, divided into G groups.
 
     Attributes:
         order: (C,) indices of the clusters in the front, group by group.

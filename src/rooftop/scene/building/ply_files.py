@@ -392,7 +392,8 @@ def _colors(vertex: Mapping[str, Any], path: Path) -> Array | None:
 
 
 def _of_strips(strips: _Lists) -> Ints:
-    """The corners of the triangles of strips, (3 T,). -1 ends a strip; every other triangle of a strip is reversed."""
+    """Return the corners of the T triangles of strips, (3 T,). In the input, -1 ends a strip. The input winds every
+    other triangle of a strip in reverse; the result winds all triangles alike."""
     ends = np.zeros(len(strips.counts), np.int64) - 1
     order = np.insert(strips.values.astype(np.int64), np.cumsum(strips.counts), ends)
     at = np.arange(len(order))

@@ -1,4 +1,4 @@
-"""The Triton kernels of embeddings and of their gradient; `embeddings.py` has the operator and explains the kernels."""
+"""The Triton kernels of embeddings and of their gradient. `lookups/embeddings.py` explains and calls these kernels."""
 
 from __future__ import annotations
 
