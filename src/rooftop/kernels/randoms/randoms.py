@@ -403,9 +403,10 @@ def _checked(
     if isinstance(box, Box):
         (sizes, strides, offset), shape = box.index_map(), box.size
     elif isinstance(box, Sequence) and not isinstance(box, str):
-        # torch.jit.trace gives the sizes of a tensor as tensors
         if not all(isinstance(size, (int, torch.SymInt, np.integer, Tensor)) for size in box):
             raise TypeError(f"{name}: the sizes of box must be ints, got {tuple(box)}")
+        if not all(isinstance(size, (int, torch.SymInt)) for size in box) and not torch._C._is_tracing():
+            box = [int(size) for size in box]  # torch.jit.trace gives sizes as tensors, and records what uses them
         if any(size < 0 for size in box):
             raise ValueError(f"{name}: the sizes of box must not be negative, got {tuple(box)}")
         sizes, strides, offset, shape = [math.prod(box)], [1], 0, tuple(box)
