@@ -132,9 +132,9 @@ for these calls.
 def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
     """Whether to observe this call of a function, for which C++ has no valid plan.
 
-    Only call number `at` of the calls with the same facts (shapes, dtypes and so on) is observed. All of these calls
-    have the same plan, or none of them has a plan. If sizes vary, later calls are observed too, because their sizes may
-    need another plan. This ends when no plan can be made for one of the calls.
+    Only call number `at` of the calls with the same facts (shapes, dtypes and so on) is observed. One plan
+    fits all of these calls, or no plan can be made for any of them. If sizes vary, later calls are observed too, because
+    their sizes may need another plan. This ends when no plan can be made for one of the calls.
 
     Args:
         seen: the number of calls so far, by their facts. This function adds the present call.
@@ -173,7 +173,7 @@ def teaching(
 
 
 def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor | int], list[int]]:
-    """Return the tensors and the varying numbers among a call's arguments, and what varies in each of them.
+    """Return a call's tensor arguments and varying number arguments, and for each of them what varies.
 
     Args:
         values: the call's arguments.

@@ -48,7 +48,7 @@ class VideoInfo:
         pixel_aspect: width of a pixel over its height; 1.0 if square or unknown. `VideoReader` does not stretch
             frames to square pixels.
         interlaced: whether the first frame is interlaced; `VideoReader` does not separate fields.
-        colours: matrix and range, and which of them are assumed; None for RGB and palettes, and if not supported.
+        colours: matrix and range, and whether each is assumed; None for RGB, palettes and unsupported formats.
         hdr: "PQ" or "HLG", the transfer function of a video with high dynamic range; None for other videos.
             `VideoReader` does not tone-map.
         fps: mean frames per second, as the file states them; 0.0 if it states none.

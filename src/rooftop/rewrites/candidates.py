@@ -34,7 +34,7 @@ class Call:
             strides and dtypes.
         device: the device on which the operator runs.
         count: number of equal calls in the step.
-        ms: total time of these calls in the step, in ms.
+        ms: total time in ms of these `count` calls.
         alone: time in ms of one such call that runs by itself, by the memory layout in which it was timed, such as
             "channels last". The time is stored because several rules need it.
     """

@@ -117,8 +117,8 @@ class RequestBuffers:
         return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 
     def use(self, first: bool = False) -> Use:
-        """Return how much the frame wanted each page (`Use.pixels`), and the ages of the pages. With `first`,
-        `Use.pixels` is that of the frame's first pass only."""
+        """Return the `Use` of the pages by the frame. With `first`, `Use.pixels` has only what the frame's first
+        pass wanted."""
         wanted, ages = self._use.to("cpu", copy=True).numpy()
         if first:
             wanted = self.tensors["wanted_first"].to("cpu", copy=True).numpy()

@@ -39,8 +39,8 @@ class Held:
         name: the tensor's name in the whole model.
         dtype: a key of `ITEM_BYTES`.
         shape: shape of the whole tensor.
-        pieces: the boxes of the whole tensor that the rank holds, each as (start, size) over all dimensions. The rank's
-            own tensor is the concatenation of these boxes along the first dimension.
+        pieces: the boxes of the whole tensor that the rank holds, each as (start, size) over all dimensions. The rank
+            stores these boxes in one tensor, concatenated along the first dimension.
     """
 
     name: str
