@@ -132,9 +132,9 @@ for these calls.
 def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
     """Whether to observe this call of a function, for which C++ has no valid plan.
 
-    Only call number `at` of the calls with the same facts (shapes, dtypes and so on) is observed. One plan
-    fits all of these calls, or no plan can be made for any of them. If sizes vary, later calls are observed too, because
-    their sizes may need another plan. This ends when no plan can be made for one of the calls.
+    Only call number `at` of the calls with the same facts (shapes, dtypes and so on) is observed. One plan fits all of
+    these calls, or no plan can be made for any of them. If sizes vary, later calls are observed too, because their
+    sizes may need another plan. This ends when no plan can be made for one of the calls.
 
     Args:
         seen: the number of calls so far, by their facts. This function adds the present call.
