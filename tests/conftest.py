@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -212,19 +212,35 @@ def in_turn(gpus: str, number: int) -> str:
 
 
 @pytest.fixture(autouse=True)
-def memory_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Workers share one GPU: a test's memory is released after it, and tests marked `large` run one after another."""
+def share_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers share one GPU: a test's memory is released after it, and tests marked `large` run one after another.
+
+    A test marked `alone` compares durations. It begins when no other test uses a GPU, and the others wait for its end.
+    """
     if "gpu" not in request.keywords:
         yield
         return
+    shared = tmp_path_factory.getbasetemp().parent
     with ExitStack() as held:
+        with locked(shared / "turn"):  # a test that waits to be alone keeps its turn, so that no later test overtakes it
+            held.enter_context(locked(shared / "users", "alone" in request.keywords))
         if "large" in request.keywords:
             gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
-            lock = held.enter_context(open(tmp_path_factory.getbasetemp().parent / f"large{gpu}", "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            held.enter_context(locked(shared / f"large{gpu}"))
         yield
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def locked(path: Path, exclusive: bool = True) -> Iterator[None]:
+    """Hold a lock between processes: alone, or together with others that are not exclusive."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has the file open too
 
 
 @pytest.fixture(autouse=True)
@@ -495,8 +511,7 @@ def shared_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """`folder`, filled by the first worker that requests it; the others wait."""
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder.with_suffix(".lock")):
         if not folder.exists():
             unfinished = folder.with_suffix(".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -267,6 +267,7 @@ def test_a_machine_without_raises_has_all_figures_of_all_parts(measured: Ceiling
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_gpu_kernel_floor_is_below_an_eager_launch() -> None:
     ceilings = measure_ceilings("cuda")
     assert 0 < ceilings.kernel_floor_ms < ceilings.launch_eager_ms
@@ -275,6 +276,7 @@ def test_gpu_kernel_floor_is_below_an_eager_launch() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_no_plain_loop_on_a_gpu_is_more_than_5_percent_above_its_ceiling() -> None:
     ceilings = measure_ceilings("cuda")
     x = torch.randn(1 << 28, device="cuda")
@@ -288,6 +290,7 @@ def test_no_plain_loop_on_a_gpu_is_more_than_5_percent_above_its_ceiling() -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize(("m", "n", "k"), [(8192, 1024, 4096), (5120, 5120, 2560), (16384, 3072, 768)])
 def test_no_kernel_of_a_product_is_above_the_ceiling(m: int, n: int, k: int) -> None:
     ceilings = measure_ceilings("cuda", precisions=["bf16"], transfers=False, links=False)
@@ -298,6 +301,7 @@ def test_no_kernel_of_a_product_is_above_the_ceiling(m: int, n: int, k: int) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("mebibytes", [1, 6, 20, 37, 55, 90, 300])
 def test_no_elementwise_kernel_is_above_the_ceiling_right_after_its_input_was_written(mebibytes: int) -> None:
     ceilings = measure_ceilings("cuda", precisions=[], transfers=False, links=False)

@@ -218,6 +218,7 @@ def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gpu_wins_large_products_and_loses_tiny_transferred_ones(dtype: torch.dtype) -> None:
     crossover = measure_crossover("matmul", [8, 2048], dtype=dtype, seconds=0.05)

@@ -417,6 +417,7 @@ def test_on_two_gpus_an_ensemble_gives_what_each_model_gives_alone() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @needs_two_gpus
 def test_on_two_gpus_an_ensemble_takes_the_time_of_its_slower_model() -> None:
     """About 20 ms of work, launched in less than a tenth of this time, so that one host can launch for both GPUs."""

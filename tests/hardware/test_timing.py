@@ -134,6 +134,7 @@ def test_a_graph_needs_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_replayed_launch_is_cheaper_than_an_eager_one() -> None:
     x = torch.zeros(1, device="cuda")
     eager = measure(lambda: x.add_(1), device="cuda")

@@ -232,6 +232,7 @@ def test_all_kernels_compile_without_spills(arch: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_levels_of_a_gpu() -> None:
     """Nearer levels have a lower latency and a higher rate."""
     found = climb_memory(torch.device("cuda"))

@@ -54,6 +54,7 @@ def small() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(256, 64), nn.Softmax(-1)).cuda().eval()
 
 
+@pytest.mark.alone
 def test_graphs_are_kept_where_the_host_is_what_takes_time() -> None:
     layers = [layer for _ in range(16) for layer in (nn.Linear(256, 256), nn.LayerNorm(256), nn.ReLU())]
     model, x = nn.Sequential(*layers).cuda().eval(), torch.randn(4, 256, device="cuda")
