@@ -222,7 +222,7 @@ def share_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
         return
     shared = tmp_path_factory.getbasetemp().parent
     with ExitStack() as held:
-        with locked(shared / "turn"):  # a test that waits to be alone keeps its turn, so that no later test overtakes it
+        with locked(shared / "turn"):  # a test that waits to be alone keeps its turn: no later test overtakes it
             held.enter_context(locked(shared / "users", "alone" in request.keywords))
         if "large" in request.keywords:
             gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
