@@ -47,7 +47,7 @@ NOT_SHOWN = {*FIGURES, "unit", "roof", "op_roof", "direction", "plan", "chosen",
 NOT_SHOWN |= {"goal_ms", "spread", "apart", "absent"}
 WORDS = ("operator", "kind", "expression", "surface", "model", "work")  # keys whose values are not numbers
 UNKNOWN = "-"
-BOLD = "Bold figures are Rooftop's, also where a peer is faster."
+BOLD = "Bold figures are Rooftop's, even where a peer is faster."
 DIGITS = ((100, 0), (10, 1), (0.1, 2), (0, 4))  # (smallest number, digits after the decimal point)
 
 Row = dict[str, Any]
