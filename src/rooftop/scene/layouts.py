@@ -64,7 +64,7 @@ CLUSTER_MATERIAL = 15  # the cluster's material; MIXED: each triangle has its ow
 CLUSTER_SOURCE = 16  # number of the group that the cluster replaces, over all pages; -1 at the finest level
 # for u and v: 2 int32 (the lowest values) and 2 uint32 (the ranges above these values)
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = 17, 19
-CLUSTER_REFERENCES = 21  # the number of the cluster's references
+CLUSTER_REFERENCES = 21  # how many references the cluster stores
 CLUSTER_MASKS = 22  # how corners are stored: SEPARATE before version 4, FANS or FANS_AND_EXPLICIT from then on
 # for normals, 2 words each: the lowest values (BASE), and the ranges above these values (EXTENT)
 CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25

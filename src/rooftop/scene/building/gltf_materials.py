@@ -83,7 +83,7 @@ class GltfMaterials:
         extensions = texture.get("extensions", {})
         number = next((extensions[each]["source"] for each in _SOURCES if each in extensions), texture.get("source"))
         if number is None:
-            kinds = ", ".join(extensions) or "no image"
+            kinds = ", ".join(extensions) or "an unknown format"
             raise InputError(
                 f"{self._path}: the texture of {called} is in {kinds}, which is not supported: convert it to PNG or "
                 f"JPEG, or {WITHOUT}"

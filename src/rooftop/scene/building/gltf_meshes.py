@@ -125,13 +125,13 @@ class _Plain:
         self._document, self._binary, self._path = document, binary, path
         self._buffers: list[bytes] | None = None
         self._added: list[bytes] = []  # new arrays, written after the buffers; each has a buffer view
-        self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it holds indices) -> the simple accessor
+        self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it holds indices) -> the converted accessor
         self._changed = False
         self._scenes = len(document.get("scenes", ()))
 
     def take_materials(self, textures: bool) -> list[PartMaterial]:
         """Read the materials, and remove them from the document, which keeps only their numbers. The texture
-        coordinates that a material uses become the first set."""
+        coordinates that a material uses become TEXCOORD_0."""
         document = self._document
         if not document.get("materials"):
             return []
@@ -283,7 +283,7 @@ class _Plain:
         begin, end = view.get("byteOffset", 0) + offset, view.get("byteOffset", 0) + view["byteLength"]
         needed = begin + (stride * (count - 1) + width * item.itemsize if count else 0)
         if needed > min(end, len(content)):
-            raise ValueError(f"view {number} ends before its {count:,} values")
+            raise ValueError(f"view {number} is too short for {count:,} values of an accessor")
         return np.ndarray((count, width), item, content, begin, (stride, item.itemsize))
 
     def _view_bytes(self, number: int) -> bytes:

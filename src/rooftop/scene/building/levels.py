@@ -250,7 +250,7 @@ class _Levels:
         self.errors = _Column(np.empty(0, np.float32))
         self.levels = _Column(np.empty(0, np.int64))
         self.sizes = _Column(np.empty(0, np.int64))
-        self.members: list[tuple[Ints, Ints]] = []  # pairs of arrays: clusters, and the group of each cluster
+        self.members: list[tuple[Ints, Ints]] = []  # pairs of arrays: clusters, and the group that each of them joined
         self.group_spheres: list[Reals] = []
         self.group_errors: list[Reals] = []
         self.groups = 0

@@ -43,9 +43,12 @@ Floats = npt.NDArray[np.float32]
 SAFETY = 2.0
 # A group counts as simplified if at most this share of its triangles remains, or if they fit into one cluster.
 SHRUNK = 0.85
-NORMAL_EDGES = 0.5  # weight of normals: an error of 1 counts as much as moving a vertex by this many mean edge lengths
+# weight of normals: changing a unit normal by a vector of length 1 counts as much as moving a vertex by this many mean
+# edge lengths
+NORMAL_EDGES = 0.5
 CELL_SEARCH = 10  # steps of the binary search for the cell size
-# planned share of the 255 vertices of a full cluster: less than 1, because simplified triangles share fewer vertices
+# `_target` plans full clusters with this share of the 255 allowed vertices: less than 1, because triangles share fewer
+# vertices after simplification
 VERTICES_USED = 0.9
 # weight of colours: black instead of white counts as much as moving a vertex by this many mean edge lengths
 COLOR_EDGES = 0.5
@@ -206,7 +209,7 @@ def _attempt(
 def _attributes(mesh: Mesh, used: Ints, points: Floats, starts: Ints, counts: Ints) -> tuple[Floats, Floats]:
     """Collect normals, colours and uv of vertices (N, A), and their weights for each group (G, A).
 
-    meshoptimizer scales positions by a group's extent, so weights are in that unit.
+    meshoptimizer divides positions by the group's extent, so weights convert differences of attributes to that unit.
     """
     vertices = mesh.vertices
     columns: list[npt.NDArray[Any]] = [np.zeros((len(used), 0))]

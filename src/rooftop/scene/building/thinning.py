@@ -33,7 +33,7 @@ Corners = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float64]
 
 SEEN = 1.75  # error of a part that replaces two parts, in units of half its width
-MOST_GROWTH = 4.0  # growth of a part's area in one round; without a limit, a needle would grow forever
+MOST_GROWTH = 4.0  # a part's area grows at most by this factor in one round; without a limit, a needle would never stop
 FAR_LARGER = 4.0  # the larger part of a pair stays if its area exceeds this many times its neighbour's
 # a pair whose error is above this many times the median error of all pairs, such as a leaf and a trunk, is not merged
 LIKE = 2.0
@@ -45,8 +45,8 @@ UNCHANGED = 0.01  # a part that would grow by less than this share of its area d
 # number of rounds in which parts grow and are then moved back into the group's box; each round regains area that the
 # previous one lost
 ROUNDS = 4
-# HITS: approximate number of samples of a picture that hit triangles. SIDES: least and greatest number of samples along
-# the picture's side.
+# A group's coverage is measured in square pictures. HITS: approximate number of a picture's samples that hit triangles.
+# SIDES: least and greatest number of samples along the picture's side.
 HITS, SIDES = 10_000, (64, 512)
 LOOKS = 2  # a group's coverage is measured at most this many times
 OVERLAP = 1.5  # areas grow by the wanted ratio ** OVERLAP, because other parts hide some of the growth
@@ -260,7 +260,7 @@ class LooseParts:
         places = meshopt.same_rows(grown)[1].astype(np.int64)
         corners, stays = left.copy(), np.ones(len(left), bool)
         corners[rows] = (triangles + len(grid)).astype(np.uint32)
-        stays[rows] = ~repeats(places[triangles])  # a part may have been cut off completely
+        stays[rows] = ~repeats(places[triangles])  # moving points into the group's box may flatten triangles
         return Thinned(corners[stays], error, Added(used.astype(np.int64), grown, places))
 
     def _shared(self, areas: Floats, lost: npt.NDArray[np.bool_], there: npt.NDArray[np.bool_]) -> Floats:
