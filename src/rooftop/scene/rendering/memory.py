@@ -29,7 +29,7 @@ ROOM = {
     "pieces": 1 << 12,
     "tiles": 1 << 14,
 }
-# number of threads that process an entry of a list; it limits the list's length, since a launch has MOST_THREADS
+# number of threads for each entry of a list; it limits the list's length, since a launch has at most MOST_THREADS
 THREADS_OF_AN_ENTRY = {"nodes": 8, "groups": 32, "visible": 128, "pieces": 64, "tiles": 32}
 # For each list, the indices of its counters among all counters of a frame. The capacity must suffice for each counter.
 COUNTERS_OF = {

@@ -13,7 +13,7 @@ from rooftop.scene.rendering.host_rows import HostRows
 from rooftop.scene.streaming import admission
 from rooftop.scene.streaming.page_graph import Ints
 
-MOST_ROWS = 1024  # maximum number of rows of one launch
+MOST_ROWS = 1024  # maximum number of rows (changed pages) of one launch
 COUNTS = (16, 128, MOST_ROWS)  # possible row counts of a launch: few, because `Launches` caches a launch for each count
 
 

@@ -35,7 +35,7 @@ from rooftop.scene.viewing.modes import MODES, legend_of, modes_of
 from rooftop.scene.viewing.recorded_paths import RecordedPath
 
 MOST_BODY = {"/frame": 1 << 16, "/point": 1 << 16, "/path": 1 << 26}  # bytes
-LEFT_UNREAD = 1 << 16  # bytes; a longer body is not read if the server does not need it
+LEFT_UNREAD = 1 << 16  # bytes; if a request is refused, a longer body is left unread
 IDLE_S = 60.0  # seconds after which a connection without requests is closed
 SHARP = 90  # from this quality on, JPEG does not subsample colours, so that edges of false colours stay sharp
 HEADERS = {
