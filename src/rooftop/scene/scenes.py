@@ -258,8 +258,8 @@ def _checked(transforms: ArrayLike) -> NDArray[np.float64]:
     flat = first_flat(matrices[:, :3, :3], 1e-7, 1 / MOST_SCALE)
     if flat is not None:
         raise ValueError(
-            f"transform {flat} makes the mesh flat, or smaller than {1 / MOST_SCALE:g} of its size: its 3 x 3 part must "
-            "be invertible"
+            f"transform {flat} makes the mesh flat, or smaller than {1 / MOST_SCALE:g} of its size: its 3 x 3 part "
+            "must be invertible"
         )
     return matrices
 

@@ -159,8 +159,8 @@ def _number(corners, starts, first, owned, local, kinds, ordered, references, mo
         number[:] = -1
         begin = first[cluster]
         count, stored, largest, has_explicit = 0, 0, 0, False
-        # whether the next triangle may continue a fan around the newest vertex, and the other vertex of the edge that it
-        # must then share with the fan
+        # whether the next triangle may continue a fan around the newest vertex, and the other vertex of the edge that
+        # it must then share with the fan
         goes_on, last = False, np.int64(-1)
         for triangle in range(starts[cluster], starts[cluster + 1]):
             a, b, c = corners[triangle, 0], corners[triangle, 1], corners[triangle, 2]

@@ -43,7 +43,7 @@ class GltfMaterials:
 
     Attributes:
         found: the colour and texture of each material of the document.
-        uv_sets: for each material, the set of texture coordinates of its texture.
+        uv_sets: for each material, n if its texture uses the coordinates TEXCOORD_n.
 
     Raises:
         InputError: an image is missing, damaged, too large, or in an unsupported format.

@@ -5,7 +5,7 @@ The simple form has triangles whose positions, normals and texture coordinates a
 allows integers that represent -1..1 (quantized meshes), arrays that replace some values of other arrays (sparse
 accessors), strips and fans of triangles, trees of nodes, skins and morph targets. All these forms are converted here,
 and the new arrays are written after the original bytes. Points and lines are not surfaces, so they are ignored with a
-warning. Meshes compressed by Draco or meshoptimizer, and instances in an extension, raise an error. A reader that does
+warning. Meshes compressed by Draco or meshoptimizer, and EXT_mesh_gpu_instancing, raise an error. A reader that does
 not support these extensions would misread the file silently.
 
 Source: the glTF 2.0 specification of the Khronos Group, and its registry of extensions.

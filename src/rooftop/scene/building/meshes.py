@@ -99,7 +99,7 @@ class Mesh:
     """A mesh on its grid.
 
     Attributes:
-        vertices: all vertices, including one that is added for each place with a seam (see `Vertices.merged`).
+        vertices: all vertices, including those that represent a seam's vertices at one place (see `Vertices.merged`).
         faces: (F, 3) uint32.
         origin: offset subtracted from all positions, in object units; it is a point of the grid.
         uv_length: mean length on the surface that corresponds to one step of uv, in steps of the grid.

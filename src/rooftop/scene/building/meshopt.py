@@ -60,7 +60,7 @@ def same_rows(rows: Array, used: npt.NDArray[np.uint32] | None = None) -> tuple[
 
     Args:
         rows: (N, K), at most 256 bytes each.
-        used: indices of rows, in the order in which the rows appear; by default all rows.
+        used: indices of the rows to number; this order counts as the order of appearance. By default all rows.
 
     Returns:
         the count of distinct rows, and the number of each row (N,); 2^32 - 1 for unused rows.
