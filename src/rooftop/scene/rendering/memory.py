@@ -132,8 +132,8 @@ class FrameMemory:
         self.tensors["nodes"][0].fill_(EMPTY)
 
     def sort_found(self, second: int) -> None:
-        """Sort the visible clusters of a pass with torch's sort. The whole list is sorted, because the host does not
-        know how many clusters were found. `clear_found` must have run before the pass."""
+        """Sort the visible clusters of a pass with torch's sort. The list is sorted up to its capacity, because the
+        host does not know how many clusters were found. `clear_found` must have run before the pass."""
         found, visible = self.tensors["found"], self.tensors["visible"][second]
         if self.device.type == "cpu":
             count = min(int(self.tensors["counters"][second * buffers.PASS + buffers.VISIBLE]), len(found))

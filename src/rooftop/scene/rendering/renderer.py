@@ -59,7 +59,7 @@ class Renderer:
 
     Raises:
         InputError: the pages that every complete picture of the scene needs do not fit into the pool.
-        GeometryFileError: a page is damaged, or needs pages in a way that streaming does not support.
+        GeometryFileError: a page is damaged, or needs a later page of its file.
 
     Example:
         >>> frame = Renderer(scene).render(Camera.look_at((3, 0, 1), (0, 0, 0)), outputs=("depth", "normal"))
