@@ -196,7 +196,8 @@ class Whole:
 
 
 def _parts(batches: list[Connections], used: Callable[[int], Numbers], vertices: Vertices) -> Numbers | None:
-    """Return, for each vertex of the mesh, the index of its connected part; or None if the mesh is a single part. Parts of different batches of triangles are one part if they share a vertex position."""
+    """Return, for each vertex of the mesh, the index of its connected part; or None if the mesh is a single part. Parts
+    of different batches of triangles are one part if they share a vertex position."""
     first = starts_of([each.parts for each in batches])
     places = np.concatenate([each.places for each in batches])
     of = np.concatenate([each.of_places + start for each, start in zip(batches, first[:-1].tolist(), strict=True)])

@@ -234,7 +234,8 @@ def _together(columns: list[npt.NDArray[Any]]) -> Floats:
 
 
 def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_]) -> tuple[Corners, float]:
-    """Merge the vertices in each grid cell into the cell's first vertex, except for locked vertices. The merge ignores topology.
+    """Merge the vertices in each grid cell into the cell's first vertex, except for locked vertices. The merge ignores
+    topology.
 
     A binary search finds the smallest cells that leave at most `_target` triangles. The error is the largest distance
     that a vertex moves. No point of the surface moves farther than a corner of its triangle, so the error needs no
