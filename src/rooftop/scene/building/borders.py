@@ -46,7 +46,7 @@ class SharedPlaces:
         number to the place. In the second pass, the other owners of the place find a number that is not their own.
 
         Args:
-            place: (V,) number of the place of each vertex.
+            place: (V,) index of the place of each vertex.
             corners: (T, 3) vertices of all triangles.
             starts, counts: (R,) first triangle and number of triangles of each run.
             owners: (R,) the owner of each run.
@@ -96,7 +96,7 @@ class Connections:
 
     Attributes:
         parts: the number of connected parts of the batch's triangles.
-        vertices: numbers of the batch's vertices in the mesh; empty if there is one part.
+        vertices: indices of the batch's vertices in the mesh; empty if there is one part.
         of_vertices: the part of each vertex, or None if there is one part.
         places: places that other batches also use.
         of_places: the part of each of these places.

@@ -95,7 +95,7 @@ class LooseParts:
         locked: (V,) whether a vertex must stay, for example because another group also uses its position.
 
     Attributes:
-        ids: (P,) numbers of the loose parts in the mesh, ascending.
+        ids: (P,) the loose parts, as numbers of `Vertices.parts`, ascending.
     """
 
     def __init__(self, vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_]) -> None:

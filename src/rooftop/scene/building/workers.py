@@ -288,11 +288,11 @@ class _Processes:
         """Distribute the items of a stage among all processes, and wait until all items are done.
 
         Args:
-            call: number of the function to call.
+            call: index of the function to call.
             stage: index of this stage among the stages of the run.
             items: the items of the stage.
             what: the current activity, for messages.
-            found: called with the number of an item and its result.
+            found: called with the index of an item and its result.
         """
         run = _run(items)
         tokens = [*range(0, len(items), run), *[NO_MORE] * self.count]

@@ -162,8 +162,8 @@ class Targets:
     # Written by emit_depth_targets, or by base_pass if the frame has a base pass.
     depth: wp.array(dtype=wp.float32)  # world units along the view's axis
     instance: wp.array(dtype=wp.int32)
-    cluster: wp.array(dtype=wp.int32)  # number of the cluster in its mesh
-    triangle: wp.array(dtype=wp.int32)  # number of the triangle in its cluster
+    cluster: wp.array(dtype=wp.int32)  # index of the cluster in its mesh
+    triangle: wp.array(dtype=wp.int32)  # index of the triangle in its cluster
     level: wp.array(dtype=wp.int32)  # level of detail: 0 is the finest
     material: wp.array(dtype=wp.int32)
     coverage: wp.array(dtype=wp.bool)  # whether a surface covers the pixel's centre

@@ -22,7 +22,7 @@ class PageTable:
 
     Attributes:
         page_at: (pages,) int64, the index of each page's first word in `Pool.words`; -1 if the page is not resident.
-        refused: (1,) int32, the highest number of an invalid page, plus one; 0 if no page was invalid.
+        refused: (1,) int32, the highest index of an invalid page, plus one; 0 if no page was invalid.
     """
 
     def __init__(self, pages: int, words: torch.Tensor) -> None:
