@@ -82,7 +82,7 @@ def encode(
     columns, boxed = _columns(vertices)
     values = columns[ordered]
     base, extent = lowest(values, first), highest(values, first)
-    extent = (extent - base).view(np.uint32)  # differences are also correct beyond 2^31
+    extent = (extent - base).view(np.uint32)  # as uint32, differences beyond 2^31 are correct too
     base[:, boxed:], extent[:, boxed:] = 0, (1 << layouts.COLOR_BITS) - 1
     bits = bit_lengths(extent)
 

@@ -44,8 +44,8 @@ V = TypeVar("V", bound=np.generic)
 # triangles of the given mesh per piece; no cluster extends from one piece into another
 PIECE_TRIANGLES = 1 << 14
 MOST_TRIANGLES = 1 << 16  # maximum number of triangles of a batch
-# A batch has 1 / SHARE of the triangles that are left. So batches become smaller towards the end of a stage, and up to
-# SHARE workers finish at about the same time.
+# A batch has 1 / SHARE of the triangles that are in no batch yet. So batches become smaller towards the end of a stage,
+# and up to SHARE workers finish at about the same time.
 SHARE = 32
 LEAST_TRIANGLES = 1 << 13  # minimum number of triangles of a batch; with smaller batches, the whole build takes longer
 RUN_CLUSTERS = 1 << 10  # clusters per run; groups are formed within a run, so no group extends into another run

@@ -224,7 +224,7 @@ def checked_mesh(
         equal_vertices=welded.equal_vertices,
         coarser_grid=coarser,
     )
-    if len(welded.kept) < len(grid):  # if all vertices are used, all rows stay where they are
+    if len(welded.kept) < len(grid):  # if all vertices are used, no row moves, so none is copied
         grid, *attributes = (np.take(each, welded.kept, axis=0) for each in (grid, *attributes))
     columns = iter(attributes)
     vertices = Vertices(

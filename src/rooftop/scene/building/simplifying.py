@@ -41,7 +41,8 @@ Floats = npt.NDArray[np.float32]
 # bumps, terrain and tori. The distance was at most 2.2 times the error for 99 of 100 clusters, below 1.3 times the
 # error for half of the clusters, and 2.6 times the error for the worst cluster.
 SAFETY = 2.0
-# A group counts as simplified if at most this share of its triangles remains, or if they fit into one cluster.
+# A group counts as simplified if at most this share of its triangles remains, or if the remaining triangles fit into
+# one cluster.
 SHRUNK = 0.85
 # weight of normals: changing a unit normal by a vector of length 1 counts as much as moving a vertex by this many mean
 # edge lengths

@@ -34,7 +34,7 @@ Floats = npt.NDArray[np.float64]
 
 SEEN = 1.75  # error of a part that replaces two parts, in units of half its width
 MOST_GROWTH = 4.0  # a part's area grows at most by this factor in one round; without a limit, a needle would never stop
-FAR_LARGER = 4.0  # the larger part of a pair stays if its area exceeds this many times its neighbour's
+FAR_LARGER = 4.0  # the larger part of a pair stays if its area exceeds this many times the area of the other
 # a pair whose error is above this many times the median error of all pairs, such as a leaf and a trunk, is not merged
 LIKE = 2.0
 # the simplification of a group is rejected if the parts that it removes completely have, together, this share of the
@@ -445,7 +445,7 @@ def _covered_along(triangles: Floats, side: int) -> int:
     left, right = np.ones(len(of), bool), np.ones(len(of), bool)
     for corner in range(3):
         (ax, ay), (bx, by) = triangles[:, corner].T, triangles[:, (corner + 1) % 3].T
-        # its sign says on which side of the edge the sample lies
+        # the sign of `turn` says on which side of the edge the sample lies
         turn = (ay - by)[of] * x + (bx - ax)[of] * y + (ax * by - ay * bx)[of]
         left &= turn >= 0
         right &= turn <= 0

@@ -153,7 +153,7 @@ class FrameMemory:
         depths = self.tensors["hzb_before"]
         memory = FrameMemory(self.places, self.canvas, self.fragments, room, depths, self._pictures)
         memory.frame.pixel_error = self.frame.pixel_error
-        # if the size of the list changes, torch may sort with a different kernel, which is not loaded yet
+        # if the size of the list changes, torch may sort with a kernel not loaded yet, so the next frame is not captured
         if room["visible"] == self.room["visible"]:
             memory.graphs = dict.fromkeys(self.graphs)  # the frame was drawn before, so the next time it is captured
         return memory

@@ -169,7 +169,7 @@ class Pool:
         if len(plan.given_up):
             self._evicted += len(plan.given_up)
             self._changed.append(plan.given_up)
-            if self.words.device.type == "cuda":  # wait, because the last frame may still read these slots
+            if self.words.device.type == "cuda":  # wait, because the previous frame may still read these slots
                 torch.cuda.current_stream(self.words.device).synchronize()
         self.loader.load(plan.pages, plan.slots, urgency, plan.orders)
 
