@@ -151,7 +151,7 @@ class _Plain:
 
     def take_nodes(self) -> None:
         """Replace the nodes by one node for each visible mesh, at its place in the scene. Meshes with a skin or with
-        morph targets are replaced by meshes in the pose of the document."""
+        morph targets are replaced by meshes in the pose that the document states."""
         document = self._document
         if is_flat(document):
             return

@@ -153,7 +153,8 @@ class FrameMemory:
         depths = self.tensors["hzb_before"]
         memory = FrameMemory(self.places, self.canvas, self.fragments, room, depths, self._pictures)
         memory.frame.pixel_error = self.frame.pixel_error
-        # if the size of the list changes, torch may sort with a kernel not loaded yet, so the next frame is not captured
+        # If the size of the list changes, torch may sort with a kernel that is not loaded yet. So the next frame is not
+        # captured.
         if room["visible"] == self.room["visible"]:
             memory.graphs = dict.fromkeys(self.graphs)  # the frame was drawn before, so the next time it is captured
         return memory
