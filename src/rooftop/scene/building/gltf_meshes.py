@@ -171,7 +171,7 @@ class _Plain:
         self._changed = True
 
     def _posed(self, placed: PlacedMesh) -> Document:
-        """Make a copy of a mesh whose vertices have the pose of its skin and of its morph targets."""
+        """Copy a mesh, and give the copy's vertices the pose of its skin and of its morph targets."""
         mesh, inverse_bind = self._document["meshes"][placed.mesh], None
         if placed.skin is not None and "inverseBindMatrices" in self._document["skins"][placed.skin]:
             accessor = self._accessor(self._document["skins"][placed.skin]["inverseBindMatrices"])

@@ -110,7 +110,7 @@ def _triangles_around(corners: Any, vertices: Any) -> Any:
 
 @helper
 def _middles(corners: Any, points: Any) -> Any:
-    """Return the middle of each triangle, and the approximate radius of a full cluster of triangles of the mean
+    """Return the centroid of each triangle, and the approximate radius of a full cluster of triangles of the mean
     area."""
     middles = np.empty(corners.shape, np.float64)
     area = 0.0

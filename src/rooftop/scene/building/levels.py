@@ -443,7 +443,7 @@ class _Levels:
 
     def _runs(self, step: _Step, batch: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
         """Return three arrays with an element for each cluster of a batch of groups: the index of the cluster's first
-        triangle, the number of its triangles, and its group."""
+        triangle, the number of its triangles, and its group's index in `step`."""
         chosen = step.order[step.starts[batch[0]] : step.starts[batch[1]]]
         groups = np.repeat(np.arange(*batch), step.counts[slice(*batch)])
         return step.cluster_starts[chosen], step.cluster_triangles[chosen], groups

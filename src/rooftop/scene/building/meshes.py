@@ -332,7 +332,7 @@ def _refuse_non_finite(name: str, values: Floats, used: npt.NDArray[np.bool_], w
 
 
 def _mean_edge(points: npt.NDArray[Any], faces: npt.NDArray[Any]) -> float:
-    """The mean length of edges that are longer than 0, over at most 2^17 faces."""
+    """The mean length of edges that are longer than 0, over every n-th face: at most 2^17 faces."""
     corners = points[faces[:: (len(faces) >> 17) + 1]].astype(np.float64)
     edges = corners - np.roll(corners, 1, axis=1)
     scale = float(np.abs(edges).max())
