@@ -60,7 +60,7 @@ class FrameStats:
     Attributes:
         clusters, triangles: number of clusters and of triangles drawn in all views. `clusters`, `triangles` and
             `levels` do not include shadow maps.
-        levels: the levels of detail that were drawn, modulo 32; 0 is the finest.
+        levels: the levels of detail that were drawn; 0 is the finest, and levels from 32 on appear modulo 32.
         occluded: number of instances, nodes, groups and clusters that the first pass found hidden, so that the second
             pass tested them again.
         second_pass_clusters: how many of `clusters` only the second pass found visible.

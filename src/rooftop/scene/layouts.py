@@ -43,7 +43,7 @@ MOST_CLUSTERS = (1 << 11) - 1  # maximum number of clusters of a page
 GROUP_WORDS = 8
 GROUP_SPHERE = 0  # 4 float32: centre and radius of the sphere that decides when the group's clusters are too fine
 GROUP_ERROR = 4  # float32: error of the clusters that replace the group's clusters, or NEVER
-GROUP_FIRST, GROUP_COUNT = 5, 6  # index in the page of the group's first cluster, and how many clusters it has
+GROUP_FIRST, GROUP_COUNT = 5, 6  # index in the page of the group's first cluster; how many clusters the group has
 GROUP_NUMBER = 7  # index of the group, counted over all pages
 
 # The head of a cluster. Pages store a short form (see HEAD_WORDS), which readers unpack to a row of CLUSTER_COLUMNS.

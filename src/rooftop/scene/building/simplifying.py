@@ -66,7 +66,8 @@ class Simplified:
         corners: (T, 3) corners of the triangles of all groups, group by group. A group whose number of triangles did
             not shrink enough has none.
         counts: (G,) number of remaining triangles of each group.
-        errors: (G,) float64, the distance of the simplified surface from the surface before, in steps of the grid.
+        errors: (G,) float64, the distance of the simplified surface from the group's surface before, in steps of the
+            grid.
         added: vertices that are not in the mesh; in `corners` they have indices from V on.
     """
 

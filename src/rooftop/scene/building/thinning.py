@@ -33,7 +33,7 @@ Corners = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float64]
 
 SEEN = 1.75  # error of a part that replaces two parts, in units of half its width
-MOST_GROWTH = 4.0  # a part's area grows at most by this factor in one round; without a limit, a needle would never stop
+MOST_GROWTH = 4.0  # maximum factor by which a part's area grows in one round; without it, a needle would grow forever
 FAR_LARGER = 4.0  # the larger part of a pair stays if its area exceeds this many times the area of the other
 # a pair whose error is above this many times the median error of all pairs, such as a leaf and a trunk, is not merged
 LIKE = 2.0
