@@ -35,7 +35,7 @@ def with_one(values: NDArray[Any], at: Any, value: Any) -> NDArray[Any]:
         ((POINTS, with_one(FACES, (7, 1), 642)), ValueError, r"face 7 is \[.*642.*but the mesh has 642 vertices"),
         ((POINTS, with_one(FACES, (9, 2), -1)), ValueError, "face 9"),
         ((with_one(POINTS, 5, np.nan), FACES), ValueError, "vertex 5 is not finite"),
-        ((with_one(POINTS, [5, 8], np.inf), FACES), ValueError, "vertex 5 and 1 more is not finite"),
+        ((with_one(POINTS, [5, 8], np.inf), FACES), ValueError, "vertex 5 is not finite .*; others like it: 1"),
         ((POINTS, FACES, with_one(POINTS, 3, np.nan)), ValueError, "normal 3"),
         ((POINTS, FACES, None, with_one(POINTS[:, :2], 3, np.inf)), ValueError, "uv 3"),
         ((POINTS, FACES, "rough"), ValueError, "rough"),

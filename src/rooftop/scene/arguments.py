@@ -15,7 +15,7 @@ MAX_SIDE = 16384  # pixels
 # products with lengths from 1e-8 to 1e8
 LEAST, MOST = 1e-30, 1e30
 
-MOST_SHOWN = 200  # maximum number of characters of a given value in a message
+MOST_SHOWN = 200  # an error message shows at most this many characters of a value
 
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80

@@ -56,7 +56,7 @@ class Camera:
                 "world_to_camera must be a rotation and a shift: its upper left 3 x 3 part scales, shears or "
                 "mirrors; put scales into the transforms of instances"
             )
-        matrix.setflags(write=False)  # read-only, because the renderer uses the camera again in the next frame
+        matrix.setflags(write=False)  # read-only, because the next frame uses it as the previous view
         object.__setattr__(self, "world_to_camera", matrix)
 
     @classmethod

@@ -60,7 +60,7 @@ class FrameStats:
     Attributes:
         clusters, triangles: number of clusters and of triangles drawn in all views. `clusters`, `triangles` and
             `levels` do not include shadow maps.
-        levels: the levels of detail that were drawn; 0 is the finest.
+        levels: the levels of detail that were drawn; 0 is the finest, and levels from 32 on appear modulo 32.
         occluded: number of instances, nodes, groups and clusters that the first pass found hidden, so that the second
             pass tested them again.
         second_pass_clusters: how many of `clusters` only the second pass found visible.
@@ -68,7 +68,7 @@ class FrameStats:
         shadow_maps: number of shadow maps drawn for this frame; other maps are reused from earlier frames.
         stage_ms: milliseconds of each stage, if requested.
         streaming: statistics of the pages, if the renderer has a pool.
-        nodes: number of tree nodes, over all instances, whose children were visited by culling.
+        nodes: number of tree nodes, over all views and instances, whose children were visited by culling.
         groups: number of groups whose clusters were tested by culling; `clusters` counts only the clusters that passed.
     """
 

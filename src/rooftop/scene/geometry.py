@@ -486,8 +486,8 @@ def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
 def _corners(
     new: npt.NDArray[np.int64], explicit: npt.NDArray[np.bool_], references: list[int], separate: bool
 ) -> npt.NDArray[np.int64]:
-    """Decode the corners (T, 3) of triangles by the table in `layouts.py`. `new` is the number of new corners of each
-    triangle."""
+    """Decode the corners (T, 3) of triangles by the table in `layouts.py`. For each triangle,
+    `new` is the number of its corners whose vertex no earlier triangle has."""
     left, count, before = iter(references), 0, [0, 0, 0]
     found: list[list[int]] = []
     for its, is_explicit in zip(new.tolist(), explicit.tolist(), strict=True):

@@ -43,8 +43,8 @@ MOST_CLUSTERS = (1 << 11) - 1  # maximum number of clusters of a page
 GROUP_WORDS = 8
 GROUP_SPHERE = 0  # 4 float32: centre and radius of the sphere that decides when the group's clusters are too fine
 GROUP_ERROR = 4  # float32: error of the clusters that replace the group's clusters, or NEVER
-GROUP_FIRST, GROUP_COUNT = 5, 6  # the group's first cluster in the page, and the number of the group's clusters
-GROUP_NUMBER = 7  # the group's number over all pages
+GROUP_FIRST, GROUP_COUNT = 5, 6  # index in the page of the group's first cluster; how many clusters the group has
+GROUP_NUMBER = 7  # index of the group, counted over all pages
 
 # The head of a cluster. Pages store a short form (see HEAD_WORDS), which readers unpack to a row of CLUSTER_COLUMNS.
 # The first CLUSTER_WORDS of a row are the head as in pages before version 4.
@@ -59,12 +59,12 @@ CLUSTER_EXTENT = 8  # 3 uint32: size of the box; a stored coordinate has as many
 CLUSTER_EDGE = 11  # before version 4, float32: the cluster's longest edge, in object units
 CLUSTER_COUNTS = 12  # triangles - 1 (8 bits), vertices - 1 (8), bits of a reference (8), level (8), from the lowest bit
 CLUSTER_STREAMS = 13  # the start of the cluster's streams, in words from the page's beginning
-CLUSTER_GROUP = 14  # before version 4: the cluster's group, within the page
+CLUSTER_GROUP = 14  # before version 4: index in the page of the cluster's group
 CLUSTER_MATERIAL = 15  # the cluster's material; MIXED: each triangle has its own
-CLUSTER_SOURCE = 16  # number of the group that the cluster replaces, over all pages; -1 at the finest level
+CLUSTER_SOURCE = 16  # index of the group that the cluster replaces, over all pages; -1 at the finest level
 # for u and v: 2 int32 (the lowest values) and 2 uint32 (the ranges above these values)
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = 17, 19
-CLUSTER_REFERENCES = 21  # the number of the cluster's references
+CLUSTER_REFERENCES = 21  # how many references the cluster stores
 CLUSTER_MASKS = 22  # how corners are stored: SEPARATE before version 4, FANS or FANS_AND_EXPLICIT from then on
 # for normals, 2 words each: the lowest values (BASE), and the ranges above these values (EXTENT)
 CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25

@@ -27,7 +27,7 @@ from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short,
 from rooftop.scene.cameras import Camera, cross
 
 MOST_CASCADES = 8
-UNIFORM = 0.2  # spacing of the cascades' borders: 0 is logarithmic, 1 is uniform, other values are a mix of the two
+UNIFORM = 0.2  # spacing of the cascades' borders: 0 is logarithmic, 1 is uniform, values between mix the two
 # start of the first cascade, as a share of the shadow distance, unless the camera's near plane is farther away
 NEAREST = 1 / 500
 MARGIN = 2  # width of the border beyond the area that a map must cover, in texels
@@ -211,7 +211,7 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
     corners = np.array(list(itertools.product(*box.T)))
     along = corners @ turn[2]
     step = 2.0 ** math.ceil(math.log2(max(np.ptp(along), np.ptp(box, axis=0).max(), LEAST) / 64))
-    # rounded to steps, so that the value changes rarely when casters move
+    # `begin` is rounded to steps, so that it changes rarely when casters move
     begin = math.floor(along.min() / step) * step - step
     return turn, corners, step, begin
 

@@ -143,7 +143,7 @@ class Scene:
         self.placed.remove(self._numbers(instances))
 
     def _numbers(self, instances: Sequence[int], expected: int | None = None) -> NDArray[np.int64]:
-        """Check numbers of existing instances, without duplicates.
+        """Check that `instances` are numbers of existing instances without duplicates, and return them as an array.
 
         Raises:
             ValueError: a number does not exist or is repeated.
@@ -218,7 +218,7 @@ class Scene:
 
 
 def _given_by(method: str, name: str, number: object, count: int) -> int:
-    """Check a number from 0 to `count` - 1 that `method` has returned.
+    """Check that a number is one that `method` has returned, from 0 to `count` - 1; return it.
 
     Raises:
         ValueError: there is no such number.
@@ -257,7 +257,10 @@ def _checked(transforms: ArrayLike) -> NDArray[np.float64]:
         )
     flat = first_flat(matrices[:, :3, :3], 1e-7, 1 / MOST_SCALE)
     if flat is not None:
-        raise ValueError(f"transform {flat} makes the mesh flat: its 3 x 3 part must be invertible")
+        raise ValueError(
+            f"transform {flat} makes the mesh flat, or smaller than {1 / MOST_SCALE:g} of its size: its 3 x 3 part "
+            "must be invertible"
+        )
     return matrices
 
 

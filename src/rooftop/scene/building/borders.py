@@ -46,7 +46,7 @@ class SharedPlaces:
         number to the place. In the second pass, the other owners of the place find a number that is not their own.
 
         Args:
-            place: (V,) number of the place of each vertex.
+            place: (V,) index of the place of each vertex.
             corners: (T, 3) vertices of all triangles.
             starts, counts: (R,) first triangle and number of triangles of each run.
             owners: (R,) the owner of each run.
@@ -96,7 +96,7 @@ class Connections:
 
     Attributes:
         parts: the number of connected parts of the batch's triangles.
-        vertices: numbers of the batch's vertices in the mesh; empty if there is one part.
+        vertices: indices of the batch's vertices in the mesh; empty if there is one part.
         of_vertices: the part of each vertex, or None if there is one part.
         places: places that other batches also use.
         of_places: the part of each of these places.
@@ -196,8 +196,8 @@ class Whole:
 
 
 def _parts(batches: list[Connections], used: Callable[[int], Numbers], vertices: Vertices) -> Numbers | None:
-    """Return the number of the connected part that contains each vertex of the mesh, or None if the mesh is a single
-    part. Parts of different batches of triangles are one part if they share a vertex position."""
+    """Return, for each vertex of the mesh, the index of its connected part; or None if the mesh is a single part. Parts
+    of different batches of triangles are one part if they share a vertex position."""
     first = starts_of([each.parts for each in batches])
     places = np.concatenate([each.places for each in batches])
     of = np.concatenate([each.of_places + start for each, start in zip(batches, first[:-1].tolist(), strict=True)])

@@ -24,7 +24,7 @@ from rooftop.scene.material_sections import material_sections
 from rooftop.scene.materials import IMAGES, Material, checked_materials
 from rooftop.user_paths import user_path
 
-# by default, each worker gets at least this many faces: building them takes as long as forking two processes
+# by default, each worker gets at least this many faces: building this many takes as long as forking two processes
 FACES_OF_A_WORKER = 20_000
 
 

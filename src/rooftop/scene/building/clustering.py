@@ -23,10 +23,12 @@ from rooftop.scene.building.sweeps import swept
 Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
 
-LEAST_TRIANGLES = 96  # a cluster of at least this many triangles may end early
-# a cluster without neighbours ends early if the nearest triangle is farther away than this many radii of a full cluster
+LEAST_TRIANGLES = 96  # with this many triangles, a cluster may end before it is full
+# A cluster that no free triangle touches ends early if the nearest free triangle is farther from its centre than this
+# many radii of a full cluster. Free triangles are in no cluster yet.
 SPLIT_FACTOR = 2.0
-# clusters end early only in pieces of more triangles than this; smaller pieces must get as few clusters as possible
+# Clusters end early only in pieces (runs of the triangles to cut) with more triangles than this. Smaller pieces must
+# get as few clusters as possible.
 SPLIT_FROM = 2 * layouts.MAX_TRIANGLES
 
 

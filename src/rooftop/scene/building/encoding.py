@@ -20,11 +20,12 @@ from rooftop.scene.heads import bit_lengths
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
-# the kind of a triangle that stores all three corners; the kind of any other triangle is its number of new corners
+# The kind of a triangle that stores all three corners. The kind of any other triangle is its number of new corners:
+# those whose vertex no earlier triangle of the cluster has.
 _EXPLICIT = 4
 # For each kind of triangle and each of its three corners: whether the corner is stored as a reference (_STORED), and
 # the offset of this reference (_OFF). A reference is n - offset - v, where v is the corner's vertex, and n counts the
-# vertices of the earlier triangles.
+# vertices of the cluster's earlier triangles.
 _STORED = np.array([[0, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], np.bool_)
 _OFF = np.array([[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 2, 2]], np.int64)
 # For each set of new corners (bits 0, 1, 2): the corner with which the triangle must begin so that new corners come
@@ -81,7 +82,7 @@ def encode(
     columns, boxed = _columns(vertices)
     values = columns[ordered]
     base, extent = lowest(values, first), highest(values, first)
-    extent = (extent - base).view(np.uint32)  # differences are also correct beyond 2^31
+    extent = (extent - base).view(np.uint32)  # as uint32, differences beyond 2^31 are correct too
     base[:, boxed:], extent[:, boxed:] = 0, (1 << layouts.COLOR_BITS) - 1
     bits = bit_lengths(extent)
 
@@ -158,7 +159,8 @@ def _number(corners, starts, first, owned, local, kinds, ordered, references, mo
         number[:] = -1
         begin = first[cluster]
         count, stored, largest, has_explicit = 0, 0, 0, False
-        # whether the next triangle may continue a fan around the newest vertex, and the fan's vertex that it must use
+        # whether the next triangle may continue a fan around the newest vertex, and the other vertex of the edge that
+        # it must then share with the fan
         goes_on, last = False, np.int64(-1)
         for triangle in range(starts[cluster], starts[cluster + 1]):
             a, b, c = corners[triangle, 0], corners[triangle, 1], corners[triangle, 2]

@@ -24,7 +24,7 @@ class Excerpt:
 
     Attributes:
         vertices: vertices that the triangles use, and vertices that replace these (`Vertices.merged`).
-        numbers: (V,) the number of each vertex in the mesh, ascending.
+        numbers: (V,) the index of each vertex in the mesh, ascending.
         corners: (T, 3) corners of the triangles, as indices of `vertices`.
     """
 

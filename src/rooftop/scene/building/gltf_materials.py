@@ -43,7 +43,7 @@ class GltfMaterials:
 
     Attributes:
         found: the colour and texture of each material of the document.
-        uv_sets: for each material, the set of texture coordinates of its texture.
+        uv_sets: for each material, n if its texture uses the coordinates TEXCOORD_n.
 
     Raises:
         InputError: an image is missing, damaged, too large, or in an unsupported format.
@@ -83,7 +83,7 @@ class GltfMaterials:
         extensions = texture.get("extensions", {})
         number = next((extensions[each]["source"] for each in _SOURCES if each in extensions), texture.get("source"))
         if number is None:
-            kinds = ", ".join(extensions) or "no image"
+            kinds = ", ".join(extensions) or "an unknown format"
             raise InputError(
                 f"{self._path}: the texture of {called} is in {kinds}, which is not supported: convert it to PNG or "
                 f"JPEG, or {WITHOUT}"

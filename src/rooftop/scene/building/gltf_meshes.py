@@ -5,7 +5,7 @@ The simple form has triangles whose positions, normals and texture coordinates a
 allows integers that represent -1..1 (quantized meshes), arrays that replace some values of other arrays (sparse
 accessors), strips and fans of triangles, trees of nodes, skins and morph targets. All these forms are converted here,
 and the new arrays are written after the original bytes. Points and lines are not surfaces, so they are ignored with a
-warning. Meshes compressed by Draco or meshoptimizer, and instances in an extension, raise an error. A reader that does
+warning. Meshes compressed by Draco or meshoptimizer, and EXT_mesh_gpu_instancing, raise an error. A reader that does
 not support these extensions would misread the file silently.
 
 Source: the glTF 2.0 specification of the Khronos Group, and its registry of extensions.
@@ -125,13 +125,13 @@ class _Plain:
         self._document, self._binary, self._path = document, binary, path
         self._buffers: list[bytes] | None = None
         self._added: list[bytes] = []  # new arrays, written after the buffers; each has a buffer view
-        self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it holds indices) -> the simple accessor
+        self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it holds indices) -> the converted accessor
         self._changed = False
         self._scenes = len(document.get("scenes", ()))
 
     def take_materials(self, textures: bool) -> list[PartMaterial]:
         """Read the materials, and remove them from the document, which keeps only their numbers. The texture
-        coordinates that a material uses become the first set."""
+        coordinates that a material uses become TEXCOORD_0."""
         document = self._document
         if not document.get("materials"):
             return []
@@ -151,7 +151,7 @@ class _Plain:
 
     def take_nodes(self) -> None:
         """Replace the nodes by one node for each visible mesh, at its place in the scene. Meshes with a skin or with
-        morph targets are replaced by meshes in the pose of the document."""
+        morph targets are replaced by meshes in the pose that the document states."""
         document = self._document
         if is_flat(document):
             return
@@ -171,7 +171,7 @@ class _Plain:
         self._changed = True
 
     def _posed(self, placed: PlacedMesh) -> Document:
-        """Make a copy of a mesh whose vertices have the pose of its skin and of its morph targets."""
+        """Copy a mesh, and give the copy's vertices the pose of its skin and of its morph targets."""
         mesh, inverse_bind = self._document["meshes"][placed.mesh], None
         if placed.skin is not None and "inverseBindMatrices" in self._document["skins"][placed.skin]:
             accessor = self._accessor(self._document["skins"][placed.skin]["inverseBindMatrices"])
@@ -283,7 +283,7 @@ class _Plain:
         begin, end = view.get("byteOffset", 0) + offset, view.get("byteOffset", 0) + view["byteLength"]
         needed = begin + (stride * (count - 1) + width * item.itemsize if count else 0)
         if needed > min(end, len(content)):
-            raise ValueError(f"view {number} ends before its {count:,} values")
+            raise ValueError(f"view {number} is too short for {count:,} values of an accessor")
         return np.ndarray((count, width), item, content, begin, (stride, item.itemsize))
 
     def _view_bytes(self, number: int) -> bytes:

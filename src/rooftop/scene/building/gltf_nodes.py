@@ -28,10 +28,10 @@ class PlacedMesh:
     """A mesh at its place in the scene.
 
     Attributes:
-        mesh: number of the mesh.
+        mesh: index of the mesh.
         matrix: (4, 4) transform to the scene. A skinned mesh has only the translation of its first joint.
         weights: the weight of each morph target; empty if no target has a weight.
-        skin: number of the skin, or None.
+        skin: index of the skin, or None.
         joints: (J, 4, 4) transforms of the skin's joints, without the translation in `matrix`; None without a skin.
     """
 

@@ -44,7 +44,8 @@ def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
     """Join parts (preliminary groups) of fewer than LEAST clusters along Morton's curve: isolated bodies, and leftovers
     between full parts.
 
-    A small last part joins its neighbour on the curve: simplified alone, it would not become fewer clusters.
+    If the last joined part is still small, it joins its neighbour on the curve: simplified alone, it would not become
+    fewer clusters.
     """
     sizes = np.bincount(parts)
     small = np.flatnonzero((sizes > 0) & (sizes < LEAST))

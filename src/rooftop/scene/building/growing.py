@@ -27,12 +27,12 @@ Ints = npt.NDArray[np.int64]
 # per cluster
 MOST_SEEDS, NEW_SEEDS = 256, 4
 LEAF = 8  # maximum number of triangles of a leaf of the tree
-SEARCHES = 64  # this many searches without a tree take as long as building the tree
+SEARCHES = 64  # finding the nearest triangle this many times without the tree takes as long as building the tree
 NONE = -1
 MANY = 1 << 62
 # State of a vertex as one number: NEW if the vertex is not in the cluster yet, plus TWO_LEFT or ONE_LEFT if exactly two
-# triangles or one triangle of the vertex are left. The sum over a triangle's corners determines the triangle's
-# priority.
+# triangles or one triangle of the vertex are in no cluster yet. The sum over a triangle's corners determines the
+# triangle's priority.
 NEW, TWO_LEFT, ONE_LEFT = 1, 4, 16
 
 
@@ -64,9 +64,10 @@ def grown(
         corners: (T, 3) corners of the triangles of all pieces, piece by piece, as indices of each piece's vertices.
         points: (V, 3) positions of the vertices of all pieces, piece by piece.
         starts, firsts: (P + 1,) where the triangles and vertices of each piece start.
-        least: a cluster of at least this many triangles may end early.
-        splits: (P,) for each piece, a cluster without neighbours ends early if the nearest triangle is farther away
-            than this many radii of a full cluster; 0 means never.
+        least: with this many triangles, a cluster may end before it is full.
+        splits: (P,) for each piece: a cluster that no free triangle touches ends early if the nearest free triangle is
+            farther from its centre than this many radii of a full cluster; 0 means never. Free triangles are in no
+            cluster yet.
 
     Returns:
         the piece, the number of triangles and the number of vertices of each cluster; the clusters' vertices, cluster
@@ -109,7 +110,7 @@ def _triangles_around(corners: Any, vertices: Any) -> Any:
 
 @helper
 def _middles(corners: Any, points: Any) -> Any:
-    """Return the middle of each triangle, and the approximate radius of a full cluster of triangles of the mean
+    """Return the centroid of each triangle, and the approximate radius of a full cluster of triangles of the mean
     area."""
     middles = np.empty(corners.shape, np.float64)
     area = 0.0
@@ -174,7 +175,7 @@ def _add_seeds(
             continue
         distance = _squared(middles, best, low[0], low[1], low[2])
         for at in range(NEW_SEEDS):
-            # on a tie the later triangle wins: one that is seen again, from another vertex, usually replaces itself
+            # On a tie the later triangle wins. So a triangle found again, at another vertex, usually replaces itself.
             if fewest < found_live[at] or (fewest == found_live[at] and distance <= found_distance[at]):
                 found[at], found_live[at], found_distance[at] = best, fewest, distance
                 break

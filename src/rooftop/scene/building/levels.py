@@ -44,8 +44,8 @@ V = TypeVar("V", bound=np.generic)
 # triangles of the given mesh per piece; no cluster extends from one piece into another
 PIECE_TRIANGLES = 1 << 14
 MOST_TRIANGLES = 1 << 16  # maximum number of triangles of a batch
-# A batch has 1 / SHARE of the triangles that are left. So batches become smaller towards the end of a stage, and up to
-# SHARE workers finish at about the same time.
+# A batch has 1 / SHARE of the triangles that are in no batch yet. So batches become smaller towards the end of a stage,
+# and up to SHARE workers finish at about the same time.
 SHARE = 32
 LEAST_TRIANGLES = 1 << 13  # minimum number of triangles of a batch; with smaller batches, the whole build takes longer
 RUN_CLUSTERS = 1 << 10  # clusters per run; groups are formed within a run, so no group extends into another run
@@ -250,7 +250,7 @@ class _Levels:
         self.errors = _Column(np.empty(0, np.float32))
         self.levels = _Column(np.empty(0, np.int64))
         self.sizes = _Column(np.empty(0, np.int64))
-        self.members: list[tuple[Ints, Ints]] = []  # pairs of arrays: clusters, and the group of each cluster
+        self.members: list[tuple[Ints, Ints]] = []  # pairs of arrays: clusters, and the group that each of them joined
         self.group_spheres: list[Reals] = []
         self.group_errors: list[Reals] = []
         self.groups = 0
@@ -443,7 +443,7 @@ class _Levels:
 
     def _runs(self, step: _Step, batch: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
         """Return three arrays with an element for each cluster of a batch of groups: the index of the cluster's first
-        triangle, the number of its triangles, and its group."""
+        triangle, the number of its triangles, and its group's index in `step`."""
         chosen = step.order[step.starts[batch[0]] : step.starts[batch[1]]]
         groups = np.repeat(np.arange(*batch), step.counts[slice(*batch)])
         return step.cluster_starts[chosen], step.cluster_triangles[chosen], groups

@@ -32,7 +32,7 @@ STEPS = 1 << 14
 MOST_STEPS = 1 << 24
 STEPS_PER_SMALL_EDGE = 16  # minimum number of grid steps in an edge of faces that would have no area on a coarser grid
 NEEDLE = 0.01  # a face may be removed if its height divided by its longest edge is less than this
-UV_STEPS_PER_EDGE = 8  # least uv steps in the mean edge; UV_STEP requires more where a texture is finer than the mesh
+UV_STEPS_PER_EDGE = 8  # least number of uv steps in the mean edge; if edges span many texels, UV_STEP requires more
 UV_STEP = 2.0**-13  # largest step of uv: half a texel of a texture 4096 wide
 MOST_UV_STEPS = (1 << 30) - 1  # limit of uv in steps, so that the difference of two values fits into 31 bits
 # limits of a mesh's extent and of its grid's step, so that squares of lengths stay far from float32's limits
@@ -99,7 +99,7 @@ class Mesh:
     """A mesh on its grid.
 
     Attributes:
-        vertices: all vertices, including one that is added for each place with a seam (see `Vertices.merged`).
+        vertices: all vertices, including those that represent a seam's vertices at one place (see `Vertices.merged`).
         faces: (F, 3) uint32.
         origin: offset subtracted from all positions, in object units; it is a point of the grid.
         uv_length: mean length on the surface that corresponds to one step of uv, in steps of the grid.
@@ -224,7 +224,7 @@ def checked_mesh(
         equal_vertices=welded.equal_vertices,
         coarser_grid=coarser,
     )
-    if len(welded.kept) < len(grid):  # if all vertices are used, all rows stay where they are
+    if len(welded.kept) < len(grid):  # if all vertices are used, no row moves, so none is copied
         grid, *attributes = (np.take(each, welded.kept, axis=0) for each in (grid, *attributes))
     columns = iter(attributes)
     vertices = Vertices(
@@ -327,12 +327,12 @@ def _refuse_non_finite(name: str, values: Floats, used: npt.NDArray[np.bool_], w
 
     wrong = np.concatenate([np.zeros(0, np.int64), *workers.threads(of, chunks(len(values), SHORT))])
     if len(wrong):
-        others = f" and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
-        raise ValueError(f"{name} {wrong[0]}{others} is not finite ({values[wrong[0]].tolist()}), and faces use it")
+        others = f"; others like it: {len(wrong) - 1:,}" if len(wrong) > 1 else ""
+        raise ValueError(f"{name} {wrong[0]} is not finite ({values[wrong[0]].tolist()}), and faces use it{others}")
 
 
 def _mean_edge(points: npt.NDArray[Any], faces: npt.NDArray[Any]) -> float:
-    """The mean length of edges that are longer than 0, over at most 2^17 faces."""
+    """The mean length of edges that are longer than 0, over every n-th face: at most 2^17 faces."""
     corners = points[faces[:: (len(faces) >> 17) + 1]].astype(np.float64)
     edges = corners - np.roll(corners, 1, axis=1)
     scale = float(np.abs(edges).max())

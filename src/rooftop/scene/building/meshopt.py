@@ -18,7 +18,7 @@ from rooftop.errors import MissingExtraError
 Array = npt.NDArray[np.generic]
 
 ABSOLUTE = 1 << 2  # flag: return errors in the units of the positions
-NO_LIMIT = 1e18  # an error larger than any mesh; float32 can still represent its square
+NO_LIMIT = 1e18  # an error limit larger than any mesh; float32 can still represent its square
 
 _P, _SIZE, _F, _U = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint
 _SIGNATURES: dict[str, tuple[type, list[type]]] = {
@@ -60,7 +60,7 @@ def same_rows(rows: Array, used: npt.NDArray[np.uint32] | None = None) -> tuple[
 
     Args:
         rows: (N, K), at most 256 bytes each.
-        used: indices of rows, in the order in which the rows appear; by default all rows.
+        used: indices of the rows to number; this order counts as the order of appearance. By default all rows.
 
     Returns:
         the count of distinct rows, and the number of each row (N,); 2^32 - 1 for unused rows.

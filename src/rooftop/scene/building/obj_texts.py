@@ -22,7 +22,7 @@ from rooftop.scene.building.polygons import are_concave, cut_polygon
 
 Points = npt.NDArray[np.float64]
 
-# sequences of bytes that only texts in other than the simple form contain
+# sequences of bytes that a text in the simple form never contains
 _MARKS_OF_OTHERS = (b"\t", b"\\\n", b"\\\r", b"\nfo ")
 _LONE_RETURN, _INDENTED = re.compile(rb"\r(?!\n)"), re.compile(rb"\n +\S")
 _BACKWARD = re.compile(rb"\nf [^\n]*-\d")

@@ -47,8 +47,8 @@ def ordering(points: npt.NDArray[Any], faces: npt.NDArray[np.uint32], ordered: n
     size = max(CHUNK, -(-len(faces) // MOST_PIECES))
     pieces = chunks(len(faces), size)
     codes = shared(len(points), np.uint32)
-    rows = shared(len(faces), np.uint32)  # indices of faces, part by part
-    counts = shared((len(pieces), PARTS), np.uint32)  # number of faces of each piece in each part
+    rows = shared(len(faces), np.uint32)  # indices of faces, sorted by the upper half of the key
+    counts = shared((len(pieces), PARTS), np.uint32)  # for each piece of `faces`, number of faces in each part
 
     def encode(piece: slice) -> None:
         codes[piece] = _codes(points[piece], low, extent) >> np.uint64(3 * BITS - 30)

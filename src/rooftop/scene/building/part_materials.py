@@ -1,4 +1,4 @@
-"""A material of a mesh file, as read before the texture coordinates of the parts that use it."""
+"""A material of a mesh file. It is read before the texture coordinates of the parts that use it."""
 
 from __future__ import annotations
 

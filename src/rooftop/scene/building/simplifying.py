@@ -41,11 +41,15 @@ Floats = npt.NDArray[np.float32]
 # bumps, terrain and tori. The distance was at most 2.2 times the error for 99 of 100 clusters, below 1.3 times the
 # error for half of the clusters, and 2.6 times the error for the worst cluster.
 SAFETY = 2.0
-# A group counts as simplified if at most this share of its triangles remains, or if they fit into one cluster.
+# A group counts as simplified if at most this share of its triangles remains, or if the remaining triangles fit into
+# one cluster.
 SHRUNK = 0.85
-NORMAL_EDGES = 0.5  # weight of normals: an error of 1 counts as much as moving a vertex by this many mean edge lengths
+# weight of normals: changing a unit normal by a vector of length 1 counts as much as moving a vertex by this many mean
+# edge lengths
+NORMAL_EDGES = 0.5
 CELL_SEARCH = 10  # steps of the binary search for the cell size
-# planned share of the 255 vertices of a full cluster: less than 1, because simplified triangles share fewer vertices
+# `_target` plans full clusters with this share of the 255 allowed vertices: less than 1, because triangles share fewer
+# vertices after simplification
 VERTICES_USED = 0.9
 # weight of colours: black instead of white counts as much as moving a vertex by this many mean edge lengths
 COLOR_EDGES = 0.5
@@ -62,7 +66,8 @@ class Simplified:
         corners: (T, 3) corners of the triangles of all groups, group by group. A group whose number of triangles did
             not shrink enough has none.
         counts: (G,) number of remaining triangles of each group.
-        errors: (G,) float64, the distance of the simplified surface from the earlier surface, in steps of the grid.
+        errors: (G,) float64, the distance of the simplified surface from the group's surface before, in steps of the
+            grid.
         added: vertices that are not in the mesh; in `corners` they have indices from V on.
     """
 
@@ -206,7 +211,7 @@ def _attempt(
 def _attributes(mesh: Mesh, used: Ints, points: Floats, starts: Ints, counts: Ints) -> tuple[Floats, Floats]:
     """Collect normals, colours and uv of vertices (N, A), and their weights for each group (G, A).
 
-    meshoptimizer scales positions by a group's extent, so weights are in that unit.
+    meshoptimizer divides positions by the group's extent, so weights convert differences of attributes to that unit.
     """
     vertices = mesh.vertices
     columns: list[npt.NDArray[Any]] = [np.zeros((len(used), 0))]
@@ -231,7 +236,8 @@ def _together(columns: list[npt.NDArray[Any]]) -> Floats:
 
 
 def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_]) -> tuple[Corners, float]:
-    """Merge the vertices in each grid cell into the first one, except for locked vertices. The merge ignores topology.
+    """Merge the vertices in each grid cell into the cell's first vertex, except for locked vertices. The merge ignores
+    topology.
 
     A binary search finds the smallest cells that leave at most `_target` triangles. The error is the largest distance
     that a vertex moves. No point of the surface moves farther than a corner of its triangle, so the error needs no

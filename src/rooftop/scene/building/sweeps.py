@@ -25,7 +25,7 @@ from rooftop.scene.building.ragged import starts_of
 Ints = npt.NDArray[np.int64]
 
 # Sweep directions, as factors of the two longest axes of the box around a cluster. For each cluster, `_rank` chooses
-# the direction whose ranks differ least within a triangle: the largest such difference in the cluster is smallest.
+# the direction that minimizes the largest difference between the ranks of a triangle's corners.
 WAYS = np.array([(1.0, 0.1), (1.0, 0.5), (1.0, -0.5), (0.1, 1.0)])
 KEY_BITS, VERTEX_BITS, TRIANGLE_BITS = 28, 8, 7
 LAST_PLACE = (1 << TRIANGLE_BITS) - 1

@@ -33,8 +33,8 @@ Corners = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float64]
 
 SEEN = 1.75  # error of a part that replaces two parts, in units of half its width
-MOST_GROWTH = 4.0  # growth of a part's area in one round; without a limit, a needle would grow forever
-FAR_LARGER = 4.0  # the larger part of a pair stays if its area exceeds this many times its neighbour's
+MOST_GROWTH = 4.0  # maximum factor by which a part's area grows in one round; without it, a needle would grow forever
+FAR_LARGER = 4.0  # the larger part of a pair stays if its area exceeds this many times the area of the other
 # a pair whose error is above this many times the median error of all pairs, such as a leaf and a trunk, is not merged
 LIKE = 2.0
 # the simplification of a group is rejected if the parts that it removes completely have, together, this share of the
@@ -45,8 +45,8 @@ UNCHANGED = 0.01  # a part that would grow by less than this share of its area d
 # number of rounds in which parts grow and are then moved back into the group's box; each round regains area that the
 # previous one lost
 ROUNDS = 4
-# HITS: approximate number of samples of a picture that hit triangles. SIDES: least and greatest number of samples along
-# the picture's side.
+# A group's coverage is measured in square pictures. HITS: approximate number of a picture's samples that hit triangles.
+# SIDES: least and greatest number of samples along the picture's side.
 HITS, SIDES = 10_000, (64, 512)
 LOOKS = 2  # a group's coverage is measured at most this many times
 OVERLAP = 1.5  # areas grow by the wanted ratio ** OVERLAP, because other parts hide some of the growth
@@ -95,7 +95,7 @@ class LooseParts:
         locked: (V,) whether a vertex must stay, for example because another group also uses its position.
 
     Attributes:
-        ids: (P,) numbers of the loose parts in the mesh, ascending.
+        ids: (P,) the loose parts, as numbers of `Vertices.parts`, ascending.
     """
 
     def __init__(self, vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_]) -> None:
@@ -260,7 +260,7 @@ class LooseParts:
         places = meshopt.same_rows(grown)[1].astype(np.int64)
         corners, stays = left.copy(), np.ones(len(left), bool)
         corners[rows] = (triangles + len(grid)).astype(np.uint32)
-        stays[rows] = ~repeats(places[triangles])  # a part may have been cut off completely
+        stays[rows] = ~repeats(places[triangles])  # moving points into the group's box may flatten triangles
         return Thinned(corners[stays], error, Added(used.astype(np.int64), grown, places))
 
     def _shared(self, areas: Floats, lost: npt.NDArray[np.bool_], there: npt.NDArray[np.bool_]) -> Floats:
@@ -445,7 +445,7 @@ def _covered_along(triangles: Floats, side: int) -> int:
     left, right = np.ones(len(of), bool), np.ones(len(of), bool)
     for corner in range(3):
         (ax, ay), (bx, by) = triangles[:, corner].T, triangles[:, (corner + 1) % 3].T
-        # its sign says on which side of the edge the sample lies
+        # the sign of `turn` says on which side of the edge the sample lies
         turn = (ay - by)[of] * x + (bx - ax)[of] * y + (ax * by - ay * bx)[of]
         left &= turn >= 0
         right &= turn <= 0

@@ -122,7 +122,8 @@ def weld(
         stages += more
     flat = shared(len(faces), np.bool_)
     corners, turned = shared(faces.shape, np.uint32), shared(faces.shape, np.uint32)
-    # for each vertex, whether a face uses it, whether a face with an area uses it after merging, and before merging
+    # for each vertex, whether a face uses it (known), and whether a face with an area uses it after vertices are merged
+    # (used) and before (drawn)
     known, used, drawn = (shared(len(places), np.bool_) for _ in range(3))
     number = shared(len(places), np.uint32)
 

@@ -288,11 +288,11 @@ class _Processes:
         """Distribute the items of a stage among all processes, and wait until all items are done.
 
         Args:
-            call: number of the function to call.
+            call: index of the function to call.
             stage: index of this stage among the stages of the run.
             items: the items of the stage.
             what: the current activity, for messages.
-            found: called with the number of an item and its result.
+            found: called with the index of an item and its result.
         """
         run = _run(items)
         tokens = [*range(0, len(items), run), *[NO_MORE] * self.count]
@@ -399,7 +399,7 @@ class _Mail:
     """Data that a parent sends to all of its workers with one copy, in shared memory.
 
     Attributes:
-        place: number of the content, and start and size in bytes of its description in the shared memory.
+        place: number of the content, and start and size in bytes of its pickle in the shared memory.
         open: whether the shared memory exists.
     """
 
@@ -479,9 +479,9 @@ def _read(file: int, size: int) -> memoryview:
     """Read `size` bytes from a pipe.
 
     Raises:
-        EOFError: the pipe ends before.
+        EOFError: the pipe is closed before that.
     """
-    found = np.empty(size, np.uint8).data  # an array instead of bytes, because it need not be filled with zeros first
+    found = np.empty(size, np.uint8).data  # np.empty, because bytearray would fill the memory with zeros first
     left = found
     while left:
         got = os.readv(file, [left])

@@ -15,7 +15,7 @@ import warp as wp
 class Resident:
     """The scene on the device: meshes and instances."""
 
-    words: wp.array(dtype=wp.int32)  # the pages of all meshes, concatenated; with a pool, its slots
+    words: wp.array(dtype=wp.int32)  # the pages of all meshes, concatenated; with a pool, the pool's slots
     page_at: wp.array(dtype=wp.int64)  # (pages,) the index of each page's first word in `words`; -1: not in the pool
     nodes: wp.array3d(dtype=wp.int32)  # (nodes, 8, 16): the trees of all meshes; nodes are numbered per mesh
     # (meshes, 4), columns: first node, first page, attribute bits (HAS_NORMALS, ...), 0
@@ -26,7 +26,7 @@ class Resident:
     # (instances,) the largest stretch factor; negative if the instance mirrors
     instance_scale: wp.array(dtype=wp.float32)
     instance_to_world: wp.array2d(dtype=wp.float64)  # (instances, 12): 3 x 4 matrices from mesh space to world space
-    # (instances, 12): `instance_to_world` in the previous frame, for instances that moved since
+    # (instances, 12): `instance_to_world` in the previous frame; valid only if the instance moved since then
     instance_before: wp.array2d(dtype=wp.float64)
     instance_moved: wp.array(dtype=wp.int32)  # (instances,) the last frame in which the instance moved; -1: none
     instance_normals: wp.array2d(dtype=wp.float32)  # (instances, 9): 3 x 3 matrices that transform normals to the world
@@ -55,14 +55,14 @@ LENS_TANGENT = wp.constant(6)  # tangent of the angle between the axis and the f
 LENS_FRAME = wp.constant(7)  # the number of the frame, as the bits of an int32
 PICTURE_WIDTH, PICTURE_HEIGHT = wp.constant(0), wp.constant(1)  # pixels
 PICTURE_AT = wp.constant(2)  # index of the picture's first pixel among the pixels of all views
-PICTURE_LEVELS = wp.constant(3)  # levels of hierarchical z; level 0 is the pixels
+PICTURE_LEVELS = wp.constant(3)  # number of levels of hierarchical z, including level 0, the pixels
 
 # ---- a frame ---------------------------------------------------------------------------------------------------------
 
 
 @wp.struct
 class Frame:
-    """The working data of a frame: values for each pair, lists, and pictures."""
+    """The working data of a frame: values for each pair of view and instance, lists, and pictures."""
 
     instances: wp.int32
     cameras: wp.int32  # number of camera views; only these have a previous frame and outputs
@@ -71,8 +71,8 @@ class Frame:
     to_view: wp.array2d(dtype=wp.float32)  # (pairs, 12)
     before: wp.array2d(dtype=wp.float32)  # (pairs, 12), `to_view` in the previous frame
     # Lists of the culling stages. An entry is pair << 32 | item.
-    # (2 * PASS,): from index GROUPS on, the number of items of each list, including items for which the list had no
-    # room
+    # (2 * PASS,), at the indices GROUPS, VISIBLE, ...: the length of each list, including items for which the list had
+    # no room, and other counts
     counters: wp.array(dtype=wp.int32)
     # (2, room): one row has the nodes of a tree level, the other those of the next (instance_cull, level_cull ->
     # level_cull)
@@ -91,19 +91,20 @@ class Frame:
     records: wp.array2d(dtype=wp.int32)
     ranks: wp.array2d(dtype=wp.int32)  # (2, room): the index of each visible cluster in `drawn`, used only by rasterize
     # Pictures.
-    # the visibility buffer of all views, row by row: DEPTH | rank << 7 | triangle
+    # the visibility buffer of all views, row by row: nearness << 33 | rank << 7 | triangle, where rank is an index in
+    # `drawn`
     pixels: wp.array(dtype=wp.int64)
     # the number of triangles that covered each pixel of the cameras, counted by rasterize; empty if not requested
     fragments: wp.array(dtype=wp.int32)
     # large triangles, which rasterize draws in tiles: index in `visible` << 7 | triangle
     large: wp.array(dtype=wp.int64)
-    # (room, 8): large triangles after clipping: x and y of 3 corners, the view, the low bits of the pixels to write
+    # (room, 8): large triangles after clipping: x and y of 3 corners, the view, and rank << 7 | triangle as in `pixels`
     pieces: wp.array2d(dtype=wp.int64)
     piece_depths: wp.array2d(dtype=wp.float32)  # (room, 3)
     tiles: wp.array(dtype=wp.int64)  # piece << 32 | row of the tile << 16 | column of the tile
     # The farthest depth in each square of 2^level x 2^level pixels of the cameras' views: written by hzb, read by the
     # culling stages.
-    hzb: wp.array(dtype=wp.float32)  # for each view, the levels from level 1 on
+    hzb: wp.array(dtype=wp.float32)  # for each camera, the levels from level 1 on
     hzb_before: wp.array(dtype=wp.float32)
     hzb_at: wp.array2d(dtype=wp.int32)  # (cameras, levels) the start of each level; level 0 is the pixels
 
@@ -119,7 +120,7 @@ PASS = wp.constant(64)
 GROUPS, VISIBLE = wp.constant(0), wp.constant(1)
 HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant(3), wp.constant(4)
 LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
-# These counters ignore shadow maps; DRAWN_LEVELS has a bit for each level of detail.
+# These counters ignore shadow maps. In DRAWN_LEVELS, bit (level modulo 32) is set for each level of detail drawn.
 DRAWN_TRIANGLES, DRAWN_LEVELS, DRAWN_CLUSTERS = wp.constant(8), wp.constant(9), wp.constant(13)
 # persistent_cull also uses the counters 10 (claimed entries of its queue) and 11 (finished nodes). It counts all nodes
 # as level 0.
@@ -161,8 +162,8 @@ class Targets:
     # Written by emit_depth_targets, or by base_pass if the frame has a base pass.
     depth: wp.array(dtype=wp.float32)  # world units along the view's axis
     instance: wp.array(dtype=wp.int32)
-    cluster: wp.array(dtype=wp.int32)  # number of the cluster in its mesh
-    triangle: wp.array(dtype=wp.int32)  # number of the triangle in its cluster
+    cluster: wp.array(dtype=wp.int32)  # index of the cluster in its mesh
+    triangle: wp.array(dtype=wp.int32)  # index of the triangle in its cluster
     level: wp.array(dtype=wp.int32)  # level of detail: 0 is the finest
     material: wp.array(dtype=wp.int32)
     coverage: wp.array(dtype=wp.bool)  # whether a surface covers the pixel's centre

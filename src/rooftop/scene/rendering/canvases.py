@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from rooftop.scene.arguments import MAX_SIDE
 
-MOST_LEVELS = (MAX_SIDE - 1).bit_length() + 1  # levels of hierarchical z: level 0 is the pixels, the last is one texel
+# maximum number of levels of hierarchical z: level 0 is the pixels, the last level is one texel
+MOST_LEVELS = (MAX_SIDE - 1).bit_length() + 1
 
 MOST_THREADS = 2**30  # maximum number of texels of a launch, so that an index plus a stride fits into int32
 

@@ -14,7 +14,8 @@ from rooftop.scene.rendering.targets import Outputs
 from rooftop.scene.rendering.uploads import Inputs
 
 Sizes = tuple[tuple[int, int], ...]
-# maximum number of chains of a renderer: one draws only the cameras; the others also redraw a set of shadow maps each
+# Maximum number of chains of a renderer. One draws only the cameras; each of the others also redraws its own set of
+# shadow maps.
 MOST_CHAINS = 4
 MOST_KINDS = 8  # maximum number of combinations of outputs for which a chain caches tensors
 MOST_TEXELS = 2**27  # maximum number of texels (8 bytes each) of all cached chains except the one used most recently

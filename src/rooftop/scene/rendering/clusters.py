@@ -163,7 +163,7 @@ def level_of(resident: Resident, head: Head):
 
 @wp.func
 def source_of(resident: Resident, head: Head):
-    """The number of the group that a cluster replaces, counted within the mesh; -1 if it replaces none."""
+    """The index of the group that a cluster replaces, counted within the mesh; -1 if it replaces none."""
     source = wp.int32(-1)
     if head.replaces:
         source = head_word(resident, head, CLUSTER_SOURCE, HEAD_SOURCE)
@@ -367,7 +367,7 @@ def vertex_color_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
 
 @wp.func
 def material_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
-    """The number of a triangle's material. This is the cluster's material, unless each triangle has its own (MIXED)."""
+    """The material number of a triangle. This is the cluster's material, unless each triangle has its own (MIXED)."""
     material = cluster.material
     if material == MIXED:
         material = bits(resident.words, cluster.materials, triangle * MATERIAL_BITS, MATERIAL_BITS)

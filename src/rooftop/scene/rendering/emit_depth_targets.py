@@ -218,7 +218,7 @@ def emit_pixel(views: Views, targets: Targets, texel: wp.int32, view: wp.int32, 
 
 @wp.func
 def number_and_level(resident: Resident, frame: Frame, hit: Hit):
-    """The number of a pixel's cluster in its mesh, and the cluster's level of detail. The cluster's record contains
+    """The index of a pixel's cluster in its mesh, and the cluster's level of detail. The cluster's record contains
     neither the number nor the level, so both are read from the page."""
     item = frame.drawn[hit.rank]
     page = what_of(item) >> CLUSTER_INDEX_BITS

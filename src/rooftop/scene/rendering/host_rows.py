@@ -79,7 +79,7 @@ class HostCopy:
             self._arrived.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> NDArray[np.int32]:
-        """Return the values of the tensor that was sent last. The next call of `send` overwrites them. This method
+        """Return the values of the most recently sent tensor. The next call of `send` overwrites them. This method
         waits only for the copy, not for work that was queued after it."""
         if self._arrived is not None:
             self._arrived.synchronize()

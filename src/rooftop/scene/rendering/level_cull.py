@@ -167,7 +167,7 @@ def cull_nodes(
 @wp.func
 def ask_children_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
     """Test again, in the second pass, the children of tree nodes that the first pass found hidden. Visible children
-    that are nodes join the roots of the second pass."""
+    that are nodes join the list of nodes from which the second pass starts."""
     count = wp.min(frame.counters[HIDDEN_CHILDREN], frame.hidden_children.shape[0])
     for i in range(thread, count, stride):
         pair = pair_of(frame.hidden_children[i])

@@ -29,7 +29,7 @@ ROOM = {
     "pieces": 1 << 12,
     "tiles": 1 << 14,
 }
-# number of threads that process an entry of a list; it limits the list's length, since a launch has MOST_THREADS
+# number of threads for each entry of a list; it limits the list's length, since a launch has at most MOST_THREADS
 THREADS_OF_AN_ENTRY = {"nodes": 8, "groups": 32, "visible": 128, "pieces": 64, "tiles": 32}
 # For each list, the indices of its counters among all counters of a frame. The capacity must suffice for each counter.
 COUNTERS_OF = {
@@ -132,8 +132,8 @@ class FrameMemory:
         self.tensors["nodes"][0].fill_(EMPTY)
 
     def sort_found(self, second: int) -> None:
-        """Sort the visible clusters of a pass with torch's sort. The whole list is sorted, because the host does not
-        know how many clusters were found. `clear_found` must have run before the pass."""
+        """Sort the visible clusters of a pass with torch's sort. The list is sorted up to its capacity, because the
+        host does not know how many clusters were found. `clear_found` must have run before the pass."""
         found, visible = self.tensors["found"], self.tensors["visible"][second]
         if self.device.type == "cpu":
             count = min(int(self.tensors["counters"][second * buffers.PASS + buffers.VISIBLE]), len(found))
@@ -153,7 +153,8 @@ class FrameMemory:
         depths = self.tensors["hzb_before"]
         memory = FrameMemory(self.places, self.canvas, self.fragments, room, depths, self._pictures)
         memory.frame.pixel_error = self.frame.pixel_error
-        # if the size of the list changes, torch may sort with a different kernel, which is not loaded yet
+        # If the size of the list changes, torch may sort with a kernel that is not loaded yet. So the next frame is not
+        # captured.
         if room["visible"] == self.room["visible"]:
             memory.graphs = dict.fromkeys(self.graphs)  # the frame was drawn before, so the next time it is captured
         return memory

@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 LINEAR = to_linear(np.arange(256) / 255).astype(np.float32)  # (256,) linear light of each 8-bit value
-_BAND_ROWS = 256  # rows of a smaller level per step, so that a large image is never converted to floats as a whole
+_BAND_ROWS = 256  # rows of the next level that a step computes: a large image is never converted to floats as a whole
 # The linear light at which rounding changes from one of 256 values to the next, so that np.searchsorted is exact.
 _STEPS = to_linear((np.arange(255) + 0.5) / 255)
 

@@ -19,7 +19,7 @@ from rooftop.scene.rendering.uploads import Uploaded
 from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS = 128  # threads per block
-BLOCKS_OF_A_MULTIPROCESSOR = 3  # with more blocks, each would wait longer for the nodes of others
+BLOCKS_OF_A_MULTIPROCESSOR = 3  # with more blocks, each would wait longer until others add tree nodes to the queue
 BLOCKS_OF_GROUPS = 9  # blocks per multiprocessor for groups; these blocks do not wait for each other
 
 

@@ -178,7 +178,7 @@ def is_hidden(
     if nearest < near:
         return False
     farthest = center[2] + half[2]
-    # the depth by which the coordinate of the box's left side is divided; likewise for the other sides
+    # The picture's x of the box's left side is computed at depth `over_left`; likewise for the other sides.
     over_left = nearest
     over_right = nearest
     over_top = nearest

@@ -126,7 +126,7 @@ def nearness(views: Views, view: wp.int32, linear: wp.float32):
 @wp.func
 def put(frame: Frame, texel: wp.int32, near: wp.float32, low: wp.int64):
     """Write a pixel that a triangle covers to the visibility buffer. `near` is the pixel's `nearness`; `low` has the
-    rank of the cluster and the number of the triangle. The nearest surface wins; among equally near surfaces, the last
+    rank of the cluster and the index of the triangle. The nearest surface wins; among equally near surfaces, the last
     in the order of clusters and triangles wins."""
     value = (wp.int64(wp.cast(near, wp.int32)) << DEPTH_SHIFT) | low
     if value > frame.pixels[texel]:

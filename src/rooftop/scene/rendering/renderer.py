@@ -59,7 +59,7 @@ class Renderer:
 
     Raises:
         InputError: the pages that every complete picture of the scene needs do not fit into the pool.
-        GeometryFileError: a page is damaged, or needs pages in a way that streaming does not support.
+        GeometryFileError: a page is damaged, or needs a later page of its file.
 
     Example:
         >>> frame = Renderer(scene).render(Camera.look_at((3, 0, 1), (0, 0, 0)), outputs=("depth", "normal"))
@@ -231,7 +231,8 @@ class Renderer:
                         self._draw_maps(batch, meshes, pixel_error)
                 if later and pool is not None:
                     pool.requests.collect(counters_of, self._threads, aging=False)
-            # sent here, so that the host continues while the device computes the outputs
+            # Start to copy the counters to the host before the outputs are computed, so that the host need not wait for
+            # the outputs.
             if pool is None:
                 self._counters.send(counters_of)
             else:
@@ -267,7 +268,7 @@ class Renderer:
         return stats, pictures
 
     def _answer(self, pool: Pool, wait: bool) -> Answer:
-        """Read the answer of the frame that the device draws.
+        """Read the counters and the page requests of the frame that the device draws.
 
         Raises:
             GeometryFileError: the device refused a page. The pool is dropped.
@@ -335,8 +336,8 @@ class Renderer:
             chains.widen(chain, room)
 
     def _load_first(self, pool: Pool, chain: Chain, meshes: Meshes, pixel_error: float) -> None:
-        """Load the pages of a new pool's first frame at once, including root pages. The trees suffice to find the pages
-        that the frame needs."""
+        """Before a new pool's first frame, load all its pages together, including root pages. The trees suffice to find
+        the pages that the frame needs."""
         self._look_ahead(pool, self._chains, chain, meshes, pixel_error)
         target = pool.target()
         if target is not None:
@@ -429,8 +430,8 @@ def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
 
     The first pass's requests depend only on the previous frame. Once those pages are resident, the first pass draws the
     same as with all pages, so the second pass's requests are known too. If the pages of both passes do not fit, the
-    frame is drawn without the previous frame. Its requests then depend only on the camera and the scene, and the
-    pages are chosen by these requests.
+    frame is drawn without testing against the previous frame. Its requests then depend only on the camera and the
+    scene, and the pages are chosen by these requests.
 
     Returns:
         Whether the resident pages are the most wanted ones that fit (`Pool.best_target`), so that loading more cannot

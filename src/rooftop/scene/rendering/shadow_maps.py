@@ -50,7 +50,7 @@ class ShadowMaps:
     """The shadow maps of a scene's lights, cached from frame to frame.
 
     Attributes:
-        values: `buffers.Lights`, as of the last frame.
+        values: `buffers.Lights`, as of the most recent frame.
         views: views of all maps.
     """
 

@@ -33,9 +33,9 @@ def uploaded_surfaces(
         InputError: an image is damaged, or all images together have too many texels.
         GeometryFileError: an image of a geometry file does not match its checksum.
     """
-    images: dict[bytes, int] = {}  # number of each image, by a hash of its content
+    images: dict[bytes, int] = {}  # index of each image, by a hash of its content
     textures: list[Texture] = []
-    numbers: dict[int, int] = {}  # number of each image, by the identity of its texture object
+    numbers: dict[int, int] = {}  # index of each image, by the identity of its texture object
     rows: list[list[int]] = []
     factors: list[list[float]] = []
     mesh_rows: list[list[int]] = []

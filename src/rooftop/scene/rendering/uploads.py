@@ -147,7 +147,7 @@ class Inputs:
             of_both[1, len(cameras) :] = of_both[0, len(cameras) :]
         self._frames[:] = frame
         self._looked = cameras
-        self._there.copy_(self._staged, non_blocking=True)  # this copy ends before the host reads the frame's counters
+        self._there.copy_(self._staged, non_blocking=True)  # it ends before the next frame writes `_staged`
 
     def _stage(self, which: int, first: int, cameras: Sequence[Camera]) -> None:
         for view, c in enumerate(cameras, first):

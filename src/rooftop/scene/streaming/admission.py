@@ -62,8 +62,8 @@ GROUP_FIRST, GROUP_COUNT = wp.constant(layouts.GROUP_FIRST), wp.constant(layouts
 MOST_TRIANGLES, MOST_BITS = wp.constant(layouts.MAX_TRIANGLES), wp.constant(layouts.MOST_REFERENCE_BITS)
 MOST_CLUSTERS = wp.constant(layouts.MOST_CLUSTERS)
 
-# Columns of a changed page: its number over all meshes, its position (-1 if the page is evicted), and its row of
-# `PageGraph.limits`.
+# Columns of a changed page: its number over all meshes, the index of its first word in the pool (-1 if the page is
+# evicted), and its row of `PageGraph.limits`.
 PAGE, PLACE, WORDS, REACH, ATTRIBUTES, ALL_GROUPS = (wp.constant(column) for column in range(6))
 COLUMNS = 6
 

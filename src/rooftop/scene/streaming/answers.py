@@ -96,7 +96,7 @@ class RequestBuffers:
         self._answer.send(self.tensors["answer"])
 
     def read(self, resident: Mask | None = None) -> Answer:
-        """Return the answer that was sent last. This method waits only for the copy of the answer, not for work queued
+        """Return the most recently sent answer. This method waits only for the copy of the answer, not for work queued
         later.
 
         Args:

@@ -20,7 +20,7 @@ class PageGraph:
     Attributes:
         meshes: the meshes of the pages.
         count: number of all pages.
-        first_page, first_group: (meshes,) the number of each mesh's first page and first group.
+        first_page, first_group: (meshes,) the index of each mesh's first page and first group.
         needs: for each page, the pages that it needs directly.
         roots: (pages,) whether a page is always resident.
         limits: (pages, 4) for each page: number of its words, number of its clusters according to the tree, attributes

@@ -13,7 +13,7 @@ from rooftop.scene.rendering.host_rows import HostRows
 from rooftop.scene.streaming import admission
 from rooftop.scene.streaming.page_graph import Ints
 
-MOST_ROWS = 1024  # maximum number of rows of one launch
+MOST_ROWS = 1024  # maximum number of rows (changed pages) of one launch
 COUNTS = (16, 128, MOST_ROWS)  # possible row counts of a launch: few, because `Launches` caches a launch for each count
 
 
@@ -22,7 +22,7 @@ class PageTable:
 
     Attributes:
         page_at: (pages,) int64, the index of each page's first word in `Pool.words`; -1 if the page is not resident.
-        refused: (1,) int32, the highest number of an invalid page, plus one; 0 if no page was invalid.
+        refused: (1,) int32, the highest index of an invalid page, plus one; 0 if no page was invalid.
     """
 
     def __init__(self, pages: int, words: torch.Tensor) -> None:

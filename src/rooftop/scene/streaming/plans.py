@@ -29,11 +29,12 @@ MARGIN = 1.25
 
 @dataclass(frozen=True)
 class Use:
-    """How much the last frame wanted each page, and how long ago a frame wanted it.
+    """How much the most recent frame wanted each page, and how long ago a frame wanted it.
 
     Attributes:
-        pixels: (pages,) `pixels` of each page (defined above) in the last frame; 0 if the frame did not want the page.
-        ages: (pages,) age of each page (defined above), in frames.
+        pixels: (pages,) the error in pixels that each page's absence causes in that frame; 0 if the frame did not want
+            the page.
+        ages: (pages,) number of frames since a frame last wanted each page.
     """
 
     pixels: Floats
@@ -202,8 +203,8 @@ def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
 
 
 def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> Ints:
-    """Evict `count` pages that are not in the mask `target`, or as many as there are. Evict the oldest of the pages
-    that no held page needs first, then the pages that only evicted pages needed."""
+    """Evict `count` pages that are not in the mask `target`, or as many as there are. First evict pages that no
+    held page needs, the oldest first; then the pages that only evicted pages needed."""
     given_up = [NO_PAGES]
     while count > 0:
         pages = slots.candidates()

@@ -103,8 +103,8 @@ class Pool:
             raise failures[0]
 
     def target(self, first: bool = False) -> Mask | None:
-        """A mask (pages,) of the root pages, the pages that the last frame wanted (with `first`, its first pass), and
-        the pages that these need. None if the pages of this mask do not fit into the pool.
+        """A mask (pages,) of the root pages, the pages that the most recent frame wanted (with `first`, its first
+        pass), and the pages that these need. None if the pages of this mask do not fit into the pool.
         """
         target = self.graph.roots | self.graph.with_needs(self.requests.use(first).pixels > 0)
         return target if target.sum() <= self.slots.count else None
@@ -169,7 +169,7 @@ class Pool:
         if len(plan.given_up):
             self._evicted += len(plan.given_up)
             self._changed.append(plan.given_up)
-            if self.words.device.type == "cuda":  # wait, because the last frame may still read these slots
+            if self.words.device.type == "cuda":  # wait, because the previous frame may still read these slots
                 torch.cuda.current_stream(self.words.device).synchronize()
         self.loader.load(plan.pages, plan.slots, urgency, plan.orders)
 

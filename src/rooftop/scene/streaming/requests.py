@@ -13,7 +13,7 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 COUNTERS = 2 * buffers.PASS  # number of counters of a frame; they come first in an answer
 # positions in an answer after the counters: the number of wanted pages, the number of wanted pages that are absent,
-# `Requests.refused`, and the start of the list of pairs
+# `Requests.refused`, and the start of the list of absent pages, each with its `wanted`
 WANTED, MISSING, REFUSED, LIST = (wp.constant(COUNTERS + place) for place in range(4))
 LISTED = 1024  # maximum number of absent pages that an answer lists; if there are more, the host reads all of `wanted`
 OLDEST = wp.constant(2**30)
@@ -24,12 +24,12 @@ class Requests:
     """The page requests of a scene whose pages may be absent. The culling kernels and `collect` use this struct."""
 
     group_page: wp.array(dtype=wp.int32)  # (groups,) page of each group, both numbered over all meshes
-    first_group: wp.array(dtype=wp.int32)  # (meshes,) number of each mesh's first group
+    first_group: wp.array(dtype=wp.int32)  # (meshes,) index of each mesh's first group
     # (pages,) bits of a float32: the picture's error, in pixels, if the page is absent; 0 if the page is not wanted
     wanted: wp.array(dtype=wp.int32)
     ages: wp.array(dtype=wp.int32)  # (pages,) number of frames since the page was last wanted
-    refused: wp.array(dtype=wp.int32)  # (1,) number of an invalid page plus one, or 0; admission.py writes it
-    # (LIST + 2 * LISTED,): the frame's counters, the counts, and pairs of a page and its `wanted`
+    refused: wp.array(dtype=wp.int32)  # (1,) index of an invalid page plus one, or 0; admission.py writes it
+    # (LIST + 2 * LISTED,): the frame's counters, the values at WANTED, MISSING and REFUSED, and the list at LIST
     answer: wp.array(dtype=wp.int32)
 
 

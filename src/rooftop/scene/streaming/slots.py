@@ -27,7 +27,7 @@ class Slots:
 
     Attributes:
         graph: all pages of the scene, and the pages that each page needs.
-        state: (pages,) uint8, one of the states above.
+        state: (pages,) uint8: ABSENT, LOADING, ARRIVED, RESIDENT or LOST.
         slot_of: (pages,) int32, the slot of each page; -1 if the page is not held.
         dependents: (pages,) int32, for each page, the number of held pages that need this page directly.
         page_in: (slots,) int64, the page in each slot, or -1.

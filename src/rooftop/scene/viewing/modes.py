@@ -52,7 +52,7 @@ class Pages:
         self._mesh_of = torch.from_numpy(world.instances()[0]).to(device)
 
     def of(self, frame: GBuffer) -> Tensor:
-        """The number of the page that contains the cluster at each pixel, (H, W) int64; -1 for background. The frame
+        """The index of the page that contains the cluster at each pixel, (H, W) int64; -1 for background. The frame
         must have the outputs "instance" and "cluster"."""
         instance, cluster = frame["instance"][0], frame["cluster"][0]
         key = (self._mesh_of[instance.clamp(min=0)].long() << 32) + cluster
@@ -61,7 +61,7 @@ class Pages:
 
 
 def _triangles(frame: GBuffer, _: Pages) -> Tensor:
-    """The number of the triangle at each pixel, unique within its mesh; -1 for background."""
+    """A number for the triangle at each pixel, unique within its mesh; -1 for background."""
     return torch.where(frame["cluster"][0] >= 0, frame["cluster"][0].long() * MAX_TRIANGLES + frame["triangle"][0], -1)
 
 

@@ -35,7 +35,7 @@ from rooftop.scene.viewing.modes import MODES, legend_of, modes_of
 from rooftop.scene.viewing.recorded_paths import RecordedPath
 
 MOST_BODY = {"/frame": 1 << 16, "/point": 1 << 16, "/path": 1 << 26}  # bytes
-LEFT_UNREAD = 1 << 16  # bytes; a longer body is not read if the server does not need it
+LEFT_UNREAD = 1 << 16  # bytes; if a request is refused, a longer body is left unread
 IDLE_S = 60.0  # seconds after which a connection without requests is closed
 SHARP = 90  # from this quality on, JPEG does not subsample colours, so that edges of false colours stay sharp
 HEADERS = {
@@ -298,8 +298,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(HTTPStatus.OK, {"point": point, "view": view.plain()})
 
     def _send_path(self) -> None:
-        """Check a camera path that the web page has loaded, as `rooftop scene render --path` does, and send the checked
-        path."""
+        """Check a camera path that the user opened in the web page, as `rooftop scene render --path` does; send it
+        back."""
         self._send_json(HTTPStatus.OK, RecordedPath.of_plain(self._content()).plain())
 
     def _send_json(self, status: HTTPStatus, content: Any) -> None:
