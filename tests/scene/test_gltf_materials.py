@@ -200,6 +200,9 @@ def test_images_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a\.gltf: .*material 0 \(brick\) is in KHR_texture_basisu.*--no-textures"):
         gltf.read(tmp_path)
     assert gltf.read(tmp_path, textures=False).table is None
+    gltf.document["textures"] = [{}]
+    with pytest.raises(InputError, match=r"a\.gltf: the texture of material 0 \(brick\) names no image.*--no-textures"):
+        gltf.read(tmp_path)
     for content, match in (
         (b"no image", r"a\.gltf: material 0 \(brick\): image is not an image that can be read"),
         (encoded()[:60], r"a\.gltf: material 0 \(brick\): image cannot be decoded.*damaged"),

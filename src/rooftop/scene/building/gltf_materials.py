@@ -83,10 +83,11 @@ class GltfMaterials:
         extensions = texture.get("extensions", {})
         number = next((extensions[each]["source"] for each in _SOURCES if each in extensions), texture.get("source"))
         if number is None:
-            kinds = ", ".join(extensions) or "an unknown format"
+            if not extensions:
+                raise InputError(f"{self._path}: the texture of {called} names no image: give it a source, or {WITHOUT}")
             raise InputError(
-                f"{self._path}: the texture of {called} is in {kinds}, which is not supported: convert it to PNG or "
-                f"JPEG, or {WITHOUT}"
+                f"{self._path}: the texture of {called} is in {', '.join(extensions)}, which is not supported: convert "
+                f"it to PNG or JPEG, or {WITHOUT}"
             )
         if number not in self._images:
             image = self._document["images"][number]
