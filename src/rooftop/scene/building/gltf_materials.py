@@ -84,7 +84,9 @@ class GltfMaterials:
         number = next((extensions[each]["source"] for each in _SOURCES if each in extensions), texture.get("source"))
         if number is None:
             if not extensions:
-                raise InputError(f"{self._path}: the texture of {called} names no image: give it a source, or {WITHOUT}")
+                raise InputError(
+                    f"{self._path}: the texture of {called} names no image: give it a source, or {WITHOUT}"
+                )
             raise InputError(
                 f"{self._path}: the texture of {called} is in {', '.join(extensions)}, which is not supported: convert "
                 f"it to PNG or JPEG, or {WITHOUT}"
