@@ -189,7 +189,7 @@ class Engine:
         use_graphs = on_gpu if graphs is None else graphs
         self._graphs = Graphs(self.device, most_shapes, self._state) if use_graphs else None
         if on_gpu:
-            torch.cuda.synchronize(self.device)  # calls may come from other streams than the current stream
+            torch.cuda.synchronize(self.device)  # later calls may run on other streams, which do not wait for this one
         self._inputs: dict[Hashable, str] = {}  # signatures of the graphs, in readable form
         self._lock = Lock()
         self._eager_calls = 0
@@ -294,7 +294,7 @@ class Engine:
         own_args, own_kwargs = mapped((args, kwargs), lambda tensor: by_tensor[id(tensor)])
 
         def call() -> Any:
-            # If no copy follows the replay, the graph itself converts results to the output dtype.
+            # If results are not copied after a replay, the graph itself converts them to the output dtype.
             convert = (lambda tensor: tensor) if self.copy_outputs else self._as_output
             return mapped(self._run(own_args, own_kwargs), convert, strict=True)
 

@@ -153,7 +153,7 @@ def normalization(mean: Sequence[float], std: Sequence[float], device: torch.dev
 
     For a GPU, the host waits for all earlier work on the GPU.
     """
-    # a tensor: instead of dividing by a Python number, PyTorch multiplies by its rounded inverse
+    # 255 is a tensor too: PyTorch does not divide by a Python number, but multiplies by its rounded inverse
     return torch.tensor([[255.0] * 3, list(mean), list(std)], device=device)
 
 

@@ -257,7 +257,7 @@ def _without(tensors: Tensors) -> Tensors:
 WRONG: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "missing": (_without, "1 missing: model.layers.2.mlp.up_proj.weight"),
     "unexpected": (lambda t: t | {"model.extra": torch.ones(1)}, "1 unexpected: model.extra"),
-    "twice": (lambda t: t | {"norm.weight": torch.ones(24)}, "are both model.norm.weight"),
+    "twice": (lambda t: t | {"norm.weight": torch.ones(24)}, "both stand for model.norm.weight"),
     "shape": (lambda t: t | {"lm_head.weight": torch.ones(32, 24)}, r"lm_head.weight has shape \(32, 24\)"),
     "part": (
         lambda t: t | {"model.layers.0.self_attn.k_proj.weight": torch.ones(24, 24)},

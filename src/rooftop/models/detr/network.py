@@ -497,7 +497,7 @@ def _check_batch(batch: Tensor, padding: Tensor | None) -> None:
     if not batch.numel():
         raise ValueError(f"got zero images, or images without pixels: {tuple(batch.shape)}")
     if not batch.is_floating_point():
-        raise ValueError(f"images are {batch.dtype}, expected real numbers, normalized as for a ResNet")
+        raise ValueError(f"images are {batch.dtype}, expected floating point, normalized as for a ResNet")
     if padding is None:
         return
     expected = (batch.shape[0], *batch.shape[2:])

@@ -222,7 +222,7 @@ def matched(keys: Iterable[str], config: GptConfig) -> Match:
     for key in keys:
         name = key if key in wanted else f"{prefix}{key}"
         if name in found:
-            raise WeightsError(f"{found[name]} and {key} are both {name}: expected one of them")
+            raise WeightsError(f"{found[name]} and {key} both stand for {name}: expected one of them")
         if name in wanted:
             found[name] = key
         elif FOLLOWING.search(key):

@@ -421,7 +421,7 @@ class Gpt(nn.Module):
         end = length * self.context.ranks + (cache.length if cache is not None else 0)
         if positions is None and end > self.config.positions:
             raise ValueError(
-                f"Gpt: got {end} positions, but the model has {self.config.positions}: shorten the sequence, or "
+                f"Gpt: a sequence needs {end} positions, but the model has {self.config.positions}: shorten it, or "
                 "build the model with more positions"
             )
 

@@ -288,7 +288,7 @@ def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int
 
 
 def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[str, str], files: TensorFiles) -> None:
-    """Fill `place` with a part of the whole tensor that begins at index `start`.
+    """Fill `place` with the part of the whole tensor whose first element has the index `start`.
 
     The rows of the whole tensor are those of the files' tensors that `source` lists, in order.
     """

@@ -115,7 +115,7 @@ def classify(
     if on_error == "raise":
         check_images(found)
     results: list[Classified] = []
-    ahead = max(batch_size, 2 * usual_threads())  # the next batch is prepared while the model computes
+    ahead = max(batch_size, 2 * usual_threads())  # photographs: prepare the next batch while the model computes
     photographs = prepared(found, lambda image: preprocess(image, preprocessing), ahead, on_error)
     done = 0
     while batch := list(itertools.islice(photographs, batch_size)):

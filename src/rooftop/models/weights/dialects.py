@@ -155,7 +155,7 @@ RESNET = (
 def _swin(merging: int) -> tuple[Rename, ...]:
     """Rename a Swin Transformer's keys to torchvision's.
 
-    torchvision numbers patches, mergings and stages in one sequence. Stage i has the number 2 i + 1, and the merging
+    torchvision numbers the patch embedding (0), the stages and the mergings in one sequence. Stage i has the number 2 i + 1, and the merging
     before stage i has the number 2 i.
 
     Args:
