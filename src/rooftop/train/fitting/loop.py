@@ -120,7 +120,8 @@ def fit(
             return fitting.run(resume, save_every, interval or (INTERVAL if world.device.type == "cuda" else 1))
         except DivergedError as error:
             diverged = error
-    # Raised outside `join`, which would report a failed rank: all ranks raise this error, and can train again.
+    # Raised outside `join`, which would report that one rank failed. But all ranks raise this error, and can train
+    # again.
     raise diverged
 
 
@@ -354,8 +355,8 @@ class _Fitting:
         return self.before
 
     def _stopping(self) -> bool:
-        """Whether any rank was asked to stop; the result is the same on all ranks. With several ranks, the result is
-        one step old.
+        """Whether any rank was asked to end the training; the result is the same on all ranks. With several ranks, the
+        result is one step old.
         """
         if self.world.size == 1:
             return self.stop.requested
@@ -459,7 +460,7 @@ class _Fitting:
     # ---- evaluations and checkpoints ---------------------------------------------------------------------------------
 
     def _evaluate(self, step: int, ended: bool) -> None:
-        """Evaluate the model, with the mean weights if there are any. Export the weights as "best" if the result is
+        """Evaluate the model, with the averaged weights if there are any. Export the weights as "best" if the result is
         better than all earlier results, and as "last" if the training ends here."""
         self._share(self.task.model.buffers())
         with self.stepper.mean_weights():
