@@ -109,7 +109,7 @@ def run_steps(
     try:
         try:
             yield from _steps(trainer, until, interval, roof, validation, saver, save_interval, stop or Stop())
-        # all ranks raise this error; the save in progress has a state from before the error, with finite values
+        # all ranks raise this error; finish the save in progress, because its state is older than the error and finite
         except ModelRunError:
             saver.wait()
             raise
