@@ -64,7 +64,7 @@ class MainWeights:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.synchronized()  # the versions of new copies begin at 0
+        self.synchronized()  # the version counters of new copies begin at 0 again
 
     @torch.no_grad()
     def publish(self) -> None:

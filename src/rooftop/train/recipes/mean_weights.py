@@ -90,7 +90,7 @@ class MeanWeights:
         own = self.state_dict()
         wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
         if wrong := wrong + [name for name in tensors if name not in own]:
-            raise InputError(f"the mean of the weights does not fit the model: {', '.join(sorted(wrong)[:3])}")
+            raise InputError(f"the loaded mean of the weights does not fit the model: {', '.join(sorted(wrong)[:3])}")
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
