@@ -139,7 +139,8 @@ class Engine:
 
     A call raises the errors of the model, and `ValueError` for an input on another device. With graphs, a call also
     raises:
-        TypeError: inputs or results other than tensors, constants, and tuples, lists, dicts and dataclasses of these.
+        TypeError: inputs or results other than tensors, numbers, strings, None, dtypes, devices, and tuples, lists,
+            dicts and dataclasses of these.
         RuntimeError: the caller is capturing a graph.
     """
 

@@ -73,8 +73,8 @@ def load_keras_weights(model: nn.Module, path: str | Path) -> None:
     """Load a file that Keras wrote into a model of ConvLSTM2D, Conv2d, Conv3d and batch norms.
 
     Args:
-        model: the model. The model's modules of each kind, in the order of `model.modules()`, match the file's layers
-            of this kind.
+        model: the model. Its modules of each kind, in the order of `model.modules()`, get the weights of the file's
+            layers of this kind.
         path: a .keras, .weights.h5 or .h5 file.
 
     Raises:

@@ -121,7 +121,8 @@ class ConvLSTM2D(nn.Module):
     def reset_parameters(self) -> None:
         """Set Keras's initial values.
 
-        The kernel is Glorot uniform, the recurrent kernel is orthogonal, and the bias is 0 (1 for the forget gate).
+        The kernel is Glorot uniform, the recurrent kernel is orthogonal, and the bias is 0 (with unit_forget_bias, 1
+        for the forget gate).
         """
         nn.init.xavier_uniform_(self.kernel)
         nn.init.orthogonal_(self.recurrent_kernel)
@@ -155,11 +156,10 @@ class ConvLSTM2D(nn.Module):
         Returns:
             The hidden states, (N, T, H', W', F), or (N, H', W', F) without return_sequences. With "channels_first", F
             comes before H' and W'. With return_state, a tuple: this tensor, the hidden state and the cell state after
-            the last step. The tensor is not always contiguous: its memory layout may be that of (T, N, ...), for
-            example.
+            the last step. The tensor may be non-contiguous: in memory, T may come before N.
 
         Raises:
-            TypeError: the dtypes do not match.
+            TypeError: frames are not floating point, the mask is not boolean, or an argument is not a tensor.
             ValueError: shapes do not match, a frame is smaller than the kernel, or a stateful layer's state has another
                 batch size or frame size.
         """

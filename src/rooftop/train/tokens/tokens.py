@@ -205,7 +205,7 @@ def _text_of_folder(folder: Path) -> Tokens:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """List all files that are not hidden, in the same order on every machine."""
+    """List all files of a folder and its subfolders, except hidden ones, in the same order on every machine."""
     found = [(path.relative_to(folder).parts, path) for path in folder.rglob("*")]
     for parts, path in sorted(found):
         if not any(part.startswith(".") for part in parts) and path.is_file():
