@@ -7,8 +7,8 @@ and never waits. `assign_batched` uses shortest augmenting paths (Jonker and Vol
 `assign_batched` takes M (M + 1) / 2 steps of about two dozen kernel launches each on a GPU, for any batch size. Use
 `assign_batched` for few targets, in a CUDA graph, or when the host has other work.
 
-A cost that is NaN or infinite counts as `WORST`. A pair with this cost is assigned only if its target and its query
-have no other partner left.
+A cost that is NaN or infinite counts as `WORST`. A pair with this cost is assigned only if no assignment avoids
+it.
 """
 
 from __future__ import annotations

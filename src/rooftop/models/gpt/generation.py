@@ -71,8 +71,8 @@ def generate(
     """Generate the tokens that follow each prompt.
 
     Args:
-        model: a whole model or a tensor parallel rank's part, in eval mode, on its device. Ranks that share a model
-            pass the same arguments.
+        model: a whole model or a tensor parallel rank's part, in eval mode, on its device. All ranks that share a
+            model must pass the same arguments.
         prompts: the tokens of each prompt, as a sequence of ints or a tensor (S,) with S at least 1. The prompts
             may differ in length.
         max_new_tokens: maximum number of new tokens per prompt. A sequence also ends when it fills the model's
@@ -452,9 +452,9 @@ def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, 
     Args:
         config: config of the model; for a tensor parallel rank `config.of_rank(ranks)`.
         rows: number of sequences in the batch.
-        positions: the total number of positions that the sequences attend to, including the new ones.
+        positions: number of positions that one layer attends to, summed over the sequences, including the new ones.
         dtype: dtype of weights and cache.
-        windowed: the total number of positions in layers with a window; None: the same as `positions`.
+        windowed: as `positions`, but for one layer with a window; None: the same as `positions`.
     """
     embeddings = config.vocabulary * (1 if config.tied else 2)
     embeddings += config.positions if config.position == "learned" else 0
