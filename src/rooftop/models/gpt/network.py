@@ -258,9 +258,9 @@ class Gpt(nn.Module):
             cache: keys and values of the earlier positions, to which the new positions also attend. The new keys and
                 values are appended to the cache.
             reduction, label_smoothing, z_loss: options of the loss, as in `rooftop.kernels.linear_cross_entropy`.
-            step: number of the training step, counted in micro-batches. The step determines the masks of
-                `CounterDropouts`; other dropouts ignore the step. For a CUDA graph, pass a tensor, () int64 on the
-                device: see `rooftop.kernels.counter_dropout`.
+            step: number of the training step. It determines the masks of `CounterDropouts`; other dropouts ignore it.
+                If a step has several micro-batches, give each micro-batch its own number. For a CUDA graph, pass a
+                tensor, () int64 on the device: see `rooftop.kernels.counter_dropout`.
 
         Returns:
             Logits (B, S, V), or with targets the mean or summed loss, (). A stage without the head returns the input of

@@ -129,7 +129,7 @@ class PagedCache:
     def write(self, layer: int, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values (B, H_k, S, D) to the pages (B, S), at the positions `slots` (B, S) within the pages.
 
-        The caller turns autograd off.
+        The caller must turn autograd off.
         """
         for stored, new in ((self.keys, key), (self.values, value)):
             stored[layer][pages, :, slots] = new.transpose(1, 2)  # (B, S, H_k, D): indexed dimensions come first
