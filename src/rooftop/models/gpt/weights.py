@@ -171,7 +171,8 @@ def empty_gpt(
 ) -> Gpt:
     """Build a model, or a tensor parallel rank's part, with allocated but uninitialized parameters.
 
-    Arguments and errors are the same as for `load_gpt`.
+    `device`, `dtype` and `group` are as in `load_gpt`. Raises ValueError if the ranks cannot split the heads or
+    features.
     """
     model = Gpt(config, group=group, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
     model.tie()
