@@ -50,7 +50,7 @@ IGNORED = -100  # a target that the loss ignores
 
 
 class GptTrainer:
-    """This rank's part of a training. All ranks create the trainer together and call each method together.
+    """This rank's part of a training. All ranks must create the trainer and make the same calls.
 
     Args:
         training: the description of the training.
