@@ -53,7 +53,8 @@ WRITING, NAMING, NOTHING = "writing", "naming", ""
 
 
 class Saver:
-    """Saves a training. The methods are collective: every rank creates a saver and calls them after the same steps.
+    """Saves a training. The methods are collective: every rank must create a saver and call them after
+    the same steps.
 
     Args:
         folder: the folder of the steps; created if missing. Unfinished folders of killed trainings are removed.
@@ -182,7 +183,7 @@ class Saver:
     # ---- once a step -----------------------------------------------------------------------------------------------
 
     def after_step(self, stop: bool = False) -> bool:
-        """Continue a save in progress. Every rank calls this once after each step.
+        """Continue a save in progress. Every rank must call this once after each step.
 
         Args:
             stop: whether this rank was asked to end the training.

@@ -73,7 +73,7 @@ def fit(
     interval: int | None = None,
     stop: Stop | None = None,
 ) -> Fitted:
-    """Train a task by a recipe. Under torchrun every rank calls this.
+    """Train a task by a recipe. Under torchrun every rank must call this.
 
     Args:
         task: the task; its model is moved to the device. At the end the model has the last weights, not their moving
@@ -89,7 +89,7 @@ def fit(
             and Ctrl-C end the training, if `out` is given.
 
     Returns:
-        The result. A stopped training is saved.
+        The result. If `out` is given, a training that was stopped early is saved there.
 
     Raises:
         InputError: the recipe does not fit the task or the ranks, `out` holds another training, or another process

@@ -43,7 +43,7 @@ class MetricLines:
             self._path, self._file = path, path.open("ab", buffering=0)  # unbuffered: a killed process loses no line
 
     def add(self, records: list[StepRecord] | list[EvaluationRecord]) -> None:
-        """Write lines, before the next checkpoint is saved.
+        """Write lines. Call this before the next checkpoint is saved.
 
         Raises:
             OSError: the lines cannot be written.

@@ -82,7 +82,8 @@ def run_steps(
         keep_last: number of checkpoints to keep in the folder; None: all.
         async_save: write checkpoints in the background (`Saver`). After the last step, the loop waits until the last
             checkpoint is on the disk.
-        stop: if any rank is asked to stop, all ranks save after the same step, one or two steps later, and stop.
+        stop: if any rank is asked to stop, all ranks save after the same step, one or two steps later, and end the
+            training.
             Without `save`, `stop` has no effect.
 
     Yields: The reports of the steps since the previous reports.

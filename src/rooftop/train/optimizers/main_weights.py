@@ -126,7 +126,7 @@ class MainWeights:
         self.adopt(contents)
 
     def synchronized(self) -> None:
-        """Record that the model's weights agree with the main weights. Called after a step has written both."""
+        """Record that the model's weights agree with the main weights. Call this after a step has written both."""
         if self.narrow:
             self._gradients.saw(self._model_has.items())
 
