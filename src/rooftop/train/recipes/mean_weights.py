@@ -43,7 +43,7 @@ class MeanWeights:
     def __init__(self, model: nn.Module, decay: float, every: int = 1) -> None:
         if not 0 <= decay < 1:
             raise InputError(
-                f"ema.decay is {decay:g}: expected 0 or more and less than 1; with 1, the mean would never follow the weights"
+                f"ema.decay is {decay:g}: expected at least 0 and below 1; with 1, the mean would never change"
             )
         self.decay, self.every = decay, every
         kept = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}  # a shared tensor counts once

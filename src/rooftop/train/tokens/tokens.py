@@ -149,7 +149,7 @@ def open_tokens(path: str | Path, kind: str | None = None) -> Tokens:
     """Open the tokens of a file or folder.
 
     Args:
-        path: see the table above.
+        path: see the table at the top of this file.
         kind: integer type of a `.bin` file that does not state the type: "uint8", "uint16", "uint32", "int32" or
             "int64", little-endian. None: detected.
 
