@@ -120,7 +120,7 @@ class Engine:
             buffers.
         most_shapes: largest number of signatures that are kept, with their graphs or as refused. Above this number, the
             least recently used signature is dropped.
-        output_dtype: dtype to which floating-point results are cast; None: they keep the dtype that the copy returns.
+        output_dtype: dtype to which floating-point results are cast; None: no cast.
         copy_outputs: whether results of graphs are copied. Results that are not copied are inference tensors, which the
             next call of the engine, with any inputs, overwrites.
         fold: whether batch norms are folded.

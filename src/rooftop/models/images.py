@@ -77,7 +77,7 @@ def prepared(
         paths: the files of the photographs.
         prepare: called with each image, as `read_image` returns it.
         ahead: the maximum number of photographs that are started and not yet yielded; None: two per thread.
-        on_error: "raise" stops at an unreadable file; "skip" leaves the file out with a warning.
+        on_error: "raise" raises InputError at an unreadable file; "skip" leaves the file out with a warning.
 
     Raises:
         InputError: `on_error` is unknown. The iteration raises InputError at a file that is damaged or not an image,

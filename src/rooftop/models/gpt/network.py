@@ -128,8 +128,8 @@ class Gpt(nn.Module):
         pre_process: whether this stage owns the embedding, so that its input is tokens.
         post_process: whether this stage owns the final norm and the head and returns logits or a loss.
         dropouts: creates the dropout modules; see `Dropouts`.
-        group: tensor parallel ranks that share the layers; None: this process has whole layers. A rank's part is built
-            on the meta device; `parallel_gpt` fills this part with values.
+        group: tensor parallel ranks that share the layers; None: this process has whole layers. A rank's part must be
+            built on the meta device; `parallel_gpt` fills it with values.
         sequence_parallel: whether the ranks of `group` also split the tensors between layers along the sequence. Each
             rank then passes only its part to the next pipeline stage.
         recompute: activations that backward recomputes instead of keeping them (`rooftop.parallel.recomputing`). False:

@@ -28,8 +28,8 @@ class PagedCache:
     """A pool of pages that hold the keys and values of sequences, without gradients.
 
     Args:
-        config: config of the model. A tensor parallel rank passes `config.of_rank(ranks)`, because it holds only its
-            own heads.
+        config: config of the model; for a tensor parallel rank `config.of_rank(ranks)`, because it holds only its own
+            heads.
         pages: total number of pages for sequences.
         page: number of positions in a page.
         dtype: dtype of keys and values; it must be the dtype of the model's activations.

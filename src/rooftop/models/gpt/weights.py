@@ -294,7 +294,7 @@ def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[
     The rows of the whole tensor are those of the files' tensors that `source` lists, in order.
     """
     columns = None if place.dim() == 1 else (start[1], start[1] + place.shape[1])
-    row = 0  # first row of the next file tensor
+    row = 0  # first row of the next file tensor in the whole tensor
     for key, rows in zip(source.keys, source.rows, strict=True):
         first, last = max(start[0], row), min(start[0] + place.shape[0], row + rows)
         if first < last:

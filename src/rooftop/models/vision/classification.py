@@ -100,7 +100,7 @@ def classify(
         classes: class names in the order of the logits. None: ImageNet's names if there are 1000 logits, no names for
             other numbers.
         top: the maximum number of classes for each photograph.
-        on_error: "raise" stops at a photograph that cannot be read; "skip" leaves the photograph out with a warning.
+        on_error: "raise" raises InputError if a photograph cannot be read; "skip" leaves it out with a warning.
         progress: called with (the current activity, fraction done) after each batch.
 
     Raises:

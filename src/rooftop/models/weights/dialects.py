@@ -155,8 +155,8 @@ RESNET = (
 def _swin(merging: int) -> tuple[Rename, ...]:
     """Rename a Swin Transformer's keys to torchvision's.
 
-    torchvision numbers the patch embedding, the stages and the mergings in one sequence. Stage i has the number 2 i +
-    1, and the merging before stage i has the number 2 i.
+    torchvision numbers the patch embedding, the stages and the mergings in one sequence. Stage i has the number
+    2 i + 1, and the merging before stage i has the number 2 i.
 
     Args:
         merging: torchvision's number for layers.0.downsample.
