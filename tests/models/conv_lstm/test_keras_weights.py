@@ -34,5 +34,5 @@ def test_a_layer_with_a_single_number_is_named(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "layer.weights.h5", "w") as file:
         for number, value in enumerate((np.zeros(1), np.ones(1), np.int32(0))):
             file[f"layers/normalization/vars/{number}"] = value
-    with pytest.raises(WeightsError, match=r"it has 1 normalization; the model needs 1 conv2d"):
+    with pytest.raises(WeightsError, match=r"the file has 1 normalization; the model needs 1 conv2d"):
         load_keras_weights(nn.Conv2d(2, 2, 3), tmp_path / "layer.weights.h5")

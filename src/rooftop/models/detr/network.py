@@ -382,7 +382,7 @@ class Detr(nn.Module):
             raise ValueError(f"width {width} is not a multiple of heads ({heads}) and of 4")
         if decoder_layers < 1:
             raise ValueError(
-                f"got decoder_layers={decoder_layers}: expected at least one, because the last layer gives the objects"
+                f"got decoder_layers={decoder_layers}: expected at least one, because the last one predicts the objects"
             )
         self.num_classes, self.width, self.auxiliary = num_classes, width, auxiliary
         self.transformer = Transformer(width, heads, encoder_layers, decoder_layers, feed_forward, dropout)

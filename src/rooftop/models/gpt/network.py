@@ -400,7 +400,7 @@ class Gpt(nn.Module):
         length, ranks = self._length(input), place_in(self.split_along)[1]
         if cache is not None and (packing is not None or self.context.ranks > 1):
             raise ValueError(
-                "Gpt: a cache holds whole sequences of one document: leave out the packing and the context"
+                "Gpt: with a cache, each sequence must be one whole document: leave out the packing and the context"
             )
         if packing is not None:
             self._check_packing(packing, given[0], length)

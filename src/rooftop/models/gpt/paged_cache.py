@@ -98,7 +98,7 @@ class PagedCache:
         """
         wrong = set(pages) - self._taken
         if wrong or len(set(pages)) < len(pages):
-            raise ValueError(f"PagedCache: expected distinct pages in use, got {sorted(pages)}")
+            raise ValueError(f"PagedCache: expected different pages that are in use, got {sorted(pages)}")
         self._taken.difference_update(pages)
         self._free.extend(reversed(pages))
 
