@@ -315,7 +315,7 @@ class _Fitting:
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
     def _steps(self) -> int:
-        """Train until the last step, or until a signal stops the training. Return the number of the last step that
+        """Train until the last step, early stopping or a request to stop. Return the number of the last step that
         ran."""
         again = None if self.world.size > 1 else self.feed.parts
         for step in range(self.before + 1, self.lengths.steps + 1):
