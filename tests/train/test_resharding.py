@@ -83,7 +83,7 @@ def test_parts_of_another_whole_and_records_of_other_tensors_are_refused() -> No
         put_together(None, (33, 3), held("gated", 2))
     (first, tensor), second = held("gated", 2)
     for wrong in (tensor[:-1], tensor[:, :2], tensor[0, 0]):
-        with pytest.raises(ValueError, match="does not have the pieces"):
+        with pytest.raises(ValueError, match="does not fit the pieces"):
             put_together(None, (32, 3), [(first, wrong), second])
 
 

@@ -120,7 +120,7 @@ class Engine:
             buffers.
         most_shapes: largest number of signatures that are kept, with their graphs or as refused. Above this number, the
             least recently used signature is dropped.
-        output_dtype: dtype to which floating-point results are cast; None: they keep the dtype that the copy returns.
+        output_dtype: dtype to which floating-point results are cast; None: no cast.
         copy_outputs: whether results of graphs are copied. Results that are not copied are inference tensors, which the
             next call of the engine, with any inputs, overwrites.
         fold: whether batch norms are folded.
@@ -139,7 +139,8 @@ class Engine:
 
     A call raises the errors of the model, and `ValueError` for an input on another device. With graphs, a call also
     raises:
-        TypeError: inputs or results other than tensors, constants, and tuples, lists, dicts and dataclasses of these.
+        TypeError: inputs or results other than tensors, numbers, strings, None, dtypes, devices, and tuples, lists,
+            dicts and dataclasses of these.
         RuntimeError: the caller is capturing a graph.
     """
 
@@ -189,7 +190,7 @@ class Engine:
         use_graphs = on_gpu if graphs is None else graphs
         self._graphs = Graphs(self.device, most_shapes, self._state) if use_graphs else None
         if on_gpu:
-            torch.cuda.synchronize(self.device)  # calls may come from other streams than the current stream
+            torch.cuda.synchronize(self.device)  # later calls may run on other streams, which do not wait for this one
         self._inputs: dict[Hashable, str] = {}  # signatures of the graphs, in readable form
         self._lock = Lock()
         self._eager_calls = 0
@@ -294,7 +295,7 @@ class Engine:
         own_args, own_kwargs = mapped((args, kwargs), lambda tensor: by_tensor[id(tensor)])
 
         def call() -> Any:
-            # If no copy follows the replay, the graph itself converts results to the output dtype.
+            # If results are not copied after a replay, the graph itself converts them to the output dtype.
             convert = (lambda tensor: tensor) if self.copy_outputs else self._as_output
             return mapped(self._run(own_args, own_kwargs), convert, strict=True)
 

@@ -77,7 +77,7 @@ def prepared(
         paths: the files of the photographs.
         prepare: called with each image, as `read_image` returns it.
         ahead: the maximum number of photographs that are started and not yet yielded; None: two per thread.
-        on_error: "raise" stops at an unreadable file; "skip" leaves the file out with a warning.
+        on_error: "raise" raises InputError at an unreadable file; "skip" leaves the file out with a warning.
 
     Raises:
         InputError: `on_error` is unknown. The iteration raises InputError at a file that is damaged or not an image,
@@ -153,7 +153,7 @@ def normalization(mean: Sequence[float], std: Sequence[float], device: torch.dev
 
     For a GPU, the host waits for all earlier work on the GPU.
     """
-    # a tensor: instead of dividing by a Python number, PyTorch multiplies by its rounded inverse
+    # 255 is a tensor too: PyTorch does not divide by a Python number, but multiplies by its rounded inverse
     return torch.tensor([[255.0] * 3, list(mean), list(std)], device=device)
 
 

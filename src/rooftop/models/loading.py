@@ -169,7 +169,7 @@ def _matched(model: nn.Module, path: Path, part: str | None) -> Matched:
 
 
 def _of_part(report: LoadReport, contents: Contents) -> LoadReport:
-    """Add to a report which of the file's weights were loaded, and the names of the other weights in the file."""
+    """Add to a report which of the file's sets of weights was loaded, and the names of the other sets."""
     return replace(report, taken=contents.taken, averaged=contents.averaged, others=contents.others)
 
 

@@ -50,7 +50,7 @@ class Replayed:
         if warm_up < 0:
             raise ValueError(f"Replayed: warm_up must be 0 or more calls, got {warm_up}")
         self._function, self._device, self._left = function, device, warm_up
-        self._stream = torch.cuda.Stream(device)  # for warm-up and capture: backward runs on the stream of its forward
+        self._stream = torch.cuda.Stream(device)  # for warm-up and capture: backward runs on its forward's stream
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @property

@@ -25,7 +25,7 @@ INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 @dataclass
 class Stop:
-    """Whether this process was asked to stop.
+    """Whether this process was asked to end its training.
 
     Attributes:
         by: source of the request: "SIGTERM", "Ctrl-C", or "" for the program itself.

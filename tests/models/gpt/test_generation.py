@@ -355,7 +355,7 @@ def test_stages_parts_of_sequences_and_models_in_training_mode_are_refused() -> 
         generate(Gpt(GPT), [[1]], 1)
     part = Gpt(GPT).eval()
     part.split_along = object()  # as if other ranks had the rest of each sequence
-    with pytest.raises(ValueError, match="ranks share the sequences"):
+    with pytest.raises(ValueError, match="ranks split each sequence"):
         generate(part, [[1]], 1)
 
 

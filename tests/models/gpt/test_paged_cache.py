@@ -53,7 +53,7 @@ def test_a_full_cache_says_what_it_takes() -> None:
 def test_only_what_was_taken_is_given_back(wrong: list[int]) -> None:
     ours = cache()
     pages = ours.take(9)
-    with pytest.raises(ValueError, match="expected distinct pages in use,"):
+    with pytest.raises(ValueError, match="expected different pages that are in use,"):
         ours.give_back(wrong)
     assert ours.free == 3
     ours.give_back(pages)

@@ -94,5 +94,6 @@ def test_what_ends_a_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", ["7", 7.0, True, -1, {"a": 7}, [7, [8]], [None]], ids=str)
 def test_what_ends_a_text_is_a_token(given: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": given}))
-    with pytest.raises(InputError, match=r"eos_token_id of .*config\.json must be a token or a list of tokens, got"):
+    message = r"eos_token_id of .*config\.json must be a token ID or a list of token IDs, got"
+    with pytest.raises(InputError, match=message):
         stop_tokens(tmp_path)

@@ -184,12 +184,12 @@ def test_another_head_than_the_embedding_is_kept(
     for stage in (Gpt(config), Gpt(config, layers=range(1)), Gpt(config, layers=range(0), pre_process=False)):
         before = {key: value.clone() for key, value in stage.state_dict().items()}
         if stage.embedding is not None or stage.head is not None:
-            with pytest.raises(WeightsError, match=r"lm_head.weight is not the embedding.*tied=False"):
+            with pytest.raises(WeightsError, match=r"lm_head.weight differs from the embedding.*tied=False"):
                 load_gpt_weights(stage, folder)
         assert all(torch.equal(value, before[key]) for key, value in stage.state_dict().items())
     untied = gpt_state_dict(theirs.state_dict(), replace(config, tied=False))
     assert all(torch.equal(untied[key], value) for key, value in model.state_dict().items())
-    with pytest.raises(WeightsError, match=r"lm_head.weight is not the embedding.*tied=False"):
+    with pytest.raises(WeightsError, match=r"lm_head.weight differs from the embedding.*tied=False"):
         gpt_state_dict(theirs.state_dict(), config)
 
 
@@ -257,7 +257,7 @@ def _without(tensors: Tensors) -> Tensors:
 WRONG: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "missing": (_without, "1 missing: model.layers.2.mlp.up_proj.weight"),
     "unexpected": (lambda t: t | {"model.extra": torch.ones(1)}, "1 unexpected: model.extra"),
-    "twice": (lambda t: t | {"norm.weight": torch.ones(24)}, "are both model.norm.weight"),
+    "twice": (lambda t: t | {"norm.weight": torch.ones(24)}, "both stand for model.norm.weight"),
     "shape": (lambda t: t | {"lm_head.weight": torch.ones(32, 24)}, r"lm_head.weight has shape \(32, 24\)"),
     "part": (
         lambda t: t | {"model.layers.0.self_attn.k_proj.weight": torch.ones(24, 24)},

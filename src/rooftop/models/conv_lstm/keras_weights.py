@@ -73,8 +73,8 @@ def load_keras_weights(model: nn.Module, path: str | Path) -> None:
     """Load a file that Keras wrote into a model of ConvLSTM2D, Conv2d, Conv3d and batch norms.
 
     Args:
-        model: the model. The model's modules of each kind, in the order of `model.modules()`, match the file's layers
-            of this kind.
+        model: the model. Its modules of each kind, in the order of `model.modules()`, get the weights of the file's
+            layers of this kind.
         path: a .keras, .weights.h5 or .h5 file.
 
     Raises:
@@ -102,7 +102,7 @@ def keras_converted(model: nn.Module, path: Path) -> Converted:
                 modules[kind].append(name)
     if {kind: len(found) for kind, found in layers.items()} != {kind: len(found) for kind, found in modules.items()}:
         raise WeightsError(
-            f"{path} does not fit the model: it has {_counted(layers)}; the model needs {_counted(modules)}"
+            f"{path} does not fit the model: the file has {_counted(layers)}; the model needs {_counted(modules)}"
         )
     tensors: dict[str, Tensor] = {}
     sources: dict[str, tuple[str, ...]] = {}
@@ -169,7 +169,7 @@ def _by_names(root: Any) -> Iterator[KerasLayer]:
         paths = [_text(each) for each in group.attrs["weight_names"]]
         weights = {_last(each): _tensor(group[each]) for each in paths}
         if len(weights) < len(paths):  # a nested model, or a wrapper such as Bidirectional
-            raise WeightsError(f"{name} contains several layers, whose order is not known: {', '.join(paths)}")
+            raise WeightsError(f"{name} has several layers, and the file does not tell their order: {', '.join(paths)}")
         if weights:
             yield KerasLayer(_kind(weights), name, weights)
 
@@ -191,7 +191,7 @@ def _by_numbers(file: Any) -> Iterator[KerasLayer]:
     file.visititems(visit)
     if len({name.rpartition("/")[0] for *_, name, _ in found}) > 1:
         names = ", ".join(sorted(name for *_, name, _ in found))
-        raise WeightsError(f"the order of layers of nested models is not known: {names}")
+        raise WeightsError(f"the file does not tell the order of layers in nested models: {names}")
     for kind, _, name, tensors in sorted(found, key=lambda each: each[:2]):
         known = WEIGHTS.get(kind, tuple(map(str, range(len(tensors)))))
         if len(tensors) > len(known) or (kind == "batch_normalization" and len(tensors) != 4):

@@ -32,7 +32,7 @@ from rooftop.words import did_you_mean
 Pair = tuple[int, int]
 States = tuple[Tensor, Tensor]
 FIRST, LAST = "channels_first", "channels_last"
-FEW = 64  # for windows of at most this many values (kh * kw * C), a product is faster than a convolution
+FEW = 64  # for windows of at most this many values (kh * kw * C), a matrix product is faster than a convolution
 
 
 class ConvLSTM2D(nn.Module):
@@ -121,7 +121,8 @@ class ConvLSTM2D(nn.Module):
     def reset_parameters(self) -> None:
         """Set Keras's initial values.
 
-        The kernel is Glorot uniform, the recurrent kernel is orthogonal, and the bias is 0 (1 for the forget gate).
+        The kernel is Glorot uniform, the recurrent kernel is orthogonal, and the bias is 0 (with unit_forget_bias, 1
+        for the forget gate).
         """
         nn.init.xavier_uniform_(self.kernel)
         nn.init.orthogonal_(self.recurrent_kernel)
@@ -155,11 +156,10 @@ class ConvLSTM2D(nn.Module):
         Returns:
             The hidden states, (N, T, H', W', F), or (N, H', W', F) without return_sequences. With "channels_first", F
             comes before H' and W'. With return_state, a tuple: this tensor, the hidden state and the cell state after
-            the last step. The tensor is not always contiguous: its memory layout may be that of (T, N, ...), for
-            example.
+            the last step. The tensor may be non-contiguous: in memory, T may come before N.
 
         Raises:
-            TypeError: the dtypes do not match.
+            TypeError: frames are not floating point, the mask is not boolean, or an argument is not a tensor.
             ValueError: shapes do not match, a frame is smaller than the kernel, or a stateful layer's state has another
                 batch size or frame size.
         """
@@ -190,7 +190,7 @@ class ConvLSTM2D(nn.Module):
             outputs, state = self._step_by_step(inputs, given, mask)
         if self.stateful:  # cloned, because a view of the last state would keep all states in memory
             self.hidden_state, self.cell_state = (t.detach().clone() for t in state)
-        results = outputs[-1:] if last_only else outputs  # (T, N, ...), the memory order that the next layer needs
+        results = outputs[-1:] if last_only else outputs  # (T, N, ...): the next layer needs no copy
         hidden, cell = (self._as_given(t) for t in state)
         return results.transpose(0, 1), (hidden, cell)
 
@@ -222,7 +222,7 @@ class ConvLSTM2D(nn.Module):
     def _pads(self, sizes: Sequence[int]) -> tuple[Pair, Pair]:
         """The zero padding of a frame: ((rows above, columns on the left), (rows below, columns on the right)).
 
-        An odd number of rows has the additional row below; an odd number of columns has it on the right.
+        If the number of padding rows is odd, the extra row is below; an extra column is on the right.
         """
         if self.padding == "valid":
             return (0, 0), (0, 0)
@@ -248,7 +248,7 @@ class ConvLSTM2D(nn.Module):
         return self._as_given(outputs), (outputs[-1], cell)
 
     def _step_by_step(self, inputs: Tensor, given: States | None, mask: Tensor | None) -> tuple[Tensor, States]:
-        """Compute the steps one by one, because of a mask or recurrent dropout; returns the same as `_all_steps`."""
+        """Compute the steps one by one, for a mask or recurrent dropout. Shapes as in `_all_steps`."""
         state = given or self._zeros(inputs)
         kernel = self.recurrent_kernel.to(inputs.dtype)
         dropped = self.training and self.recurrent_dropout > 0
@@ -280,7 +280,7 @@ class ConvLSTM2D(nn.Module):
         return hidden, hidden.to(self.kernel.dtype)
 
     def _given_state(self, inputs: Tensor, initial_state: Sequence[Tensor] | None) -> States | None:
-        """The initial hidden and cell state, (N, F, H', W'); None: both are zeros."""
+        """Return the initial hidden and cell state, (N, F, H', W'), or None if both are zeros."""
         shape = (inputs.shape[1], self.filters, *inputs.shape[3:])
         if initial_state is None:
             if not self.stateful or self.hidden_state is None or self.cell_state is None:

@@ -7,7 +7,8 @@ and never waits. `assign_batched` uses shortest augmenting paths (Jonker and Vol
 `assign_batched` takes M (M + 1) / 2 steps of about two dozen kernel launches each on a GPU, for any batch size. Use
 `assign_batched` for few targets, in a CUDA graph, or when the host has other work.
 
-A cost that is NaN or infinite counts as `WORST`. A pair with this cost is assigned only if no other pair is left.
+A cost that is NaN or infinite counts as `WORST`. A pair with this cost is assigned only if no assignment avoids
+it.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def _augmented(cost: Tensor, active: Tensor) -> Tensor:
     for row in range(rows):
         started = active[:, row]
         sink, distance, lengths, came_from, seen = _search(cost, row_prices, column_prices, row_of, row, started)
-        # Each visited row except the first row is assigned to a visited column. The update of the prices keeps the
-        # reduced costs non-negative.
+        # Each visited row except `row` holds a visited column. The update of the prices keeps the reduced costs
+        # non-negative.
         slack = torch.where(seen, distance[:, None] - lengths, 0)  # (B, C)
         held = column_of.clamp(min=0)
         gains = torch.where(column_of >= 0, slack.gather(1, held), 0)
@@ -116,8 +117,9 @@ def _search(
     """Run Dijkstra's search from row `first` to the nearest free column.
 
     Returns:
-        The nearest free column (B,), the distance of this column (B,), the distances of all columns (B, C), the row
-        from which each column was reached (B, C), and whether each column was settled (B, C).
+        The nearest free column (B,), the distance of this column (B,), the distances of all columns found so far
+        (B, C; inf if not reached), the row from which each column was reached (B, C), and whether each column was
+        settled (B, C).
     """
     batch, _, columns = cost.shape
     numbers = torch.arange(columns, device=cost.device)
@@ -128,7 +130,7 @@ def _search(
     row = torch.full_like(row_of[:, 0], first)
     sink = torch.zeros_like(row)
     open_ = started
-    for _ in range(first + 1):  # every step except the last settles the column of an earlier row
+    for _ in range(first + 1):  # every step except the last settles a column that an earlier row holds
         of_row = cost.gather(1, row[:, None, None].expand(-1, 1, columns))[:, 0]  # (B, C)
         reached = (distance - row_prices.gather(1, row[:, None])[:, 0])[:, None] + of_row - column_prices
         better = (reached < lengths) & ~seen & open_[:, None]
@@ -147,8 +149,7 @@ def _search(
 
 
 def _over(done: Tensor) -> bool:
-    """Whether all assignment problems of the batch are solved. Always False on a GPU, because the check would wait for
-    the device."""
+    """Whether `done` (B,) is True for the whole batch. Always False on a GPU, because the check would wait for it."""
     return done.device.type == "cpu" and bool(done.all())
 
 

@@ -104,7 +104,7 @@ def detect(
         classes: names by label. None: COCO's names, if the model has 91 classes (with the unused numbers) or 80
             (without).
         shorter, longer: size of the shorter side of the model's input, and the limit of the longer side, in pixels.
-        on_error: "raise" stops at a photograph that cannot be read; "skip" leaves the photograph out with a warning.
+        on_error: "raise" raises InputError if a photograph cannot be read; "skip" leaves it out with a warning.
         progress: called with (the current activity, fraction done) after each batch.
 
     Raises:

@@ -79,8 +79,8 @@ def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
     """Generalized IoU (Rezatofighi et al. 2019): intersection / union - (hull - union) / hull, in -1..1.
 
     Args:
-        a, b: boxes (..., 4) as (left, top, right, bottom), of broadcastable shapes. At least one box of each pair has
-            an area above 0.
+        a, b: boxes (..., 4) as (left, top, right, bottom), of broadcastable shapes. In each pair, at least one box
+            must have an area above 0.
 
     Returns:
         The generalized IoU of each pair, (...).
@@ -103,7 +103,7 @@ class Matcher:
     """Assigns each object of an image its own query, at the lowest total cost.
 
     The cost of a pair is -class_cost * probability + box_cost * L1 - giou_cost * generalized IoU. A pair with a
-    non-finite cost (overflow in half precision) is assigned only if no other pair is left.
+    non-finite cost (overflow in half precision) is assigned only if no assignment avoids it.
 
     Attributes:
         class_cost, box_cost, giou_cost: weights of the three terms of the cost.

@@ -382,7 +382,7 @@ class Detr(nn.Module):
             raise ValueError(f"width {width} is not a multiple of heads ({heads}) and of 4")
         if decoder_layers < 1:
             raise ValueError(
-                f"got decoder_layers={decoder_layers}: expected at least one, because the last layer gives the objects"
+                f"got decoder_layers={decoder_layers}: expected at least one, because the last one predicts the objects"
             )
         self.num_classes, self.width, self.auxiliary = num_classes, width, auxiliary
         self.transformer = Transformer(width, heads, encoder_layers, decoder_layers, feed_forward, dropout)
@@ -497,7 +497,7 @@ def _check_batch(batch: Tensor, padding: Tensor | None) -> None:
     if not batch.numel():
         raise ValueError(f"got zero images, or images without pixels: {tuple(batch.shape)}")
     if not batch.is_floating_point():
-        raise ValueError(f"images are {batch.dtype}, expected real numbers, normalized as for a ResNet")
+        raise ValueError(f"images are {batch.dtype}, expected floating point, normalized as for a ResNet")
     if padding is None:
         return
     expected = (batch.shape[0], *batch.shape[2:])

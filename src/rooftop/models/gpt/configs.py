@@ -108,8 +108,8 @@ def config_of(given: Mapping[str, Any]) -> GptConfig:
         given: the contents of the file, written by transformers 4 or 5.
 
     Raises:
-        WeightsError: the model is of another kind or an unsupported variant, or the config lacks a size. The message
-            names the field and the reason.
+        WeightsError: the model is of another kind or an unsupported variant, or the config lacks a required size. The
+            message names the field and the reason.
     """
     kind = given.get("model_type")
     if kind not in ("gpt2", *LIKE_LLAMA):

@@ -71,8 +71,8 @@ def generate(
     """Generate the tokens that follow each prompt.
 
     Args:
-        model: a whole model or a tensor parallel rank's part, in eval mode, on its device. Ranks that share a model
-            pass the same arguments.
+        model: a whole model or a tensor parallel rank's part, in eval mode, on its device. All ranks that share a
+            model must pass the same arguments.
         prompts: the tokens of each prompt, as a sequence of ints or a tensor (S,) with S at least 1. The prompts
             may differ in length.
         max_new_tokens: maximum number of new tokens per prompt. A sequence also ends when it fills the model's
@@ -122,7 +122,7 @@ class _Sequence:
 
     @property
     def positions(self) -> int:
-        """Number of cache positions that the sequence needs. The last new token needs none, as it is never read."""
+        """Number of cache positions that the sequence needs. The model never reads the last new token."""
         return len(self.tokens) + self.budget - 1
 
 
@@ -253,8 +253,8 @@ class Generation:
         """Yield (index of the prompt, token) for each of the sequences `members`. `tokens` has the token that was
         chosen for each sequence; a negative number means that no token could be chosen.
 
-        All tokens are counted, and the finished sequences are ended, before the first token is yielded, because the
-        caller may stop the iteration at any token.
+        All tokens are counted, and finished sequences give back their rows and pages, before the first token is
+        yielded, because the caller may stop the iteration at any token.
         """
         for each, token in zip(members, tokens, strict=True):
             if token < 0:
@@ -285,18 +285,18 @@ class Generation:
     def _restart_counts(self) -> None:
         self.prompt_tokens, self.prefill_s, self.decode_s = 0, 0.0, 0.0
         self.steps: list[tuple[int, int]] = []
-        self._windowed: list[int] = []  # for each step, the number of attended positions in a layer with a window
+        self._windowed: list[int] = []  # for each step, the positions that a layer with a window attends to
 
     # ---- computation -----------------------------------------------------------------------------------------------
 
     def _make_state(self, width: int) -> None:
         """Allocate the tensors that a decoding step reads and writes: a row for each sequence that is decoded at the
-        same time. A row has room for the numbers of `width` cache pages."""
+        same time. A row of the page table lists up to `width` pages."""
         rows, where = self.rows, self.device
         self._active: dict[int, _Sequence] = {}
         self._free_rows = list(reversed(range(rows)))
         self._last = torch.zeros(rows, dtype=torch.int64, device=where)  # last token of each row
-        self._positions = torch.full((rows,), -1, dtype=torch.int64, device=where)  # of the last token; -1: no sequence
+        self._positions = torch.full((rows,), -1, dtype=torch.int64, device=where)  # of each last token; -1: none
         self._table = torch.zeros(rows, width, dtype=torch.int64, device=where)
         most = 1 if self.sampling.greedy else max((len(each.tokens) + each.budget for each in self._all), default=1)
         self._numbers = torch.zeros(rows, most, dtype=torch.float64, device=where)
@@ -404,8 +404,8 @@ class Generation:
         """Capture a decoding step as a CUDA graph, and return a function that replays the graph.
 
         The step first runs twice, because lazy initialization must not happen during capture. Then tokens and positions
-        are restored. Ranks capture and replay together. The graph contains the communication of the ranks, so the graph
-        must be freed before their process group; `rooftop.parallel.join` ensures this order.
+        are restored. All ranks must capture and replay, because the graph contains their communication. So the graph
+        must also be freed before their process group; `rooftop.parallel.join` ensures this order.
         """
         state = (self._last, self._positions)
         held = [tensor.clone() for tensor in state]
@@ -452,9 +452,9 @@ def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, 
     Args:
         config: config of the model; for a tensor parallel rank `config.of_rank(ranks)`.
         rows: number of sequences in the batch.
-        positions: the total number of positions that the sequences attend to, including the new ones.
+        positions: number of positions that one layer attends to, summed over the sequences, including the new ones.
         dtype: dtype of weights and cache.
-        windowed: the total number of positions in layers with a window; None: the same as `positions`.
+        windowed: as `positions`, but for one layer with a window; None: the same as `positions`.
     """
     embeddings = config.vocabulary * (1 if config.tied else 2)
     embeddings += config.positions if config.position == "learned" else 0
@@ -479,7 +479,7 @@ def _check_model(model: Gpt) -> None:
         raise ValueError("generate: expected a whole model, got a pipeline stage")
     if model.split_along is not None or model.context.ranks > 1:
         raise ValueError(
-            "generate: ranks share the sequences (sequence_parallel, or a context), but a new token is one "
+            "generate: ranks split each sequence (sequence_parallel, or a context), but a new token is one "
             "position: load the model with only tensor parallel ranks"
         )
     if any(parameter.is_meta for parameter in model.parameters()):

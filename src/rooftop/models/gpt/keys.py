@@ -222,7 +222,7 @@ def matched(keys: Iterable[str], config: GptConfig) -> Match:
     for key in keys:
         name = key if key in wanted else f"{prefix}{key}"
         if name in found:
-            raise WeightsError(f"{found[name]} and {key} are both {name}: expected one of them")
+            raise WeightsError(f"{found[name]} and {key} both stand for {name}: expected one of them")
         if name in wanted:
             found[name] = key
         elif FOLLOWING.search(key):
@@ -295,7 +295,7 @@ def check_tied_head(match: Match, config: GptConfig, tensors: Tensors) -> None:
     """Raise a WeightsError if a tied model would lose a head that differs from the embedding."""
     if match.tied_head is not None and not _head_is_the_embedding(match, config, tensors):
         raise WeightsError(
-            f"{match.tied_head} is not the embedding, but the config ties them, so one of them would be lost: "
+            f"{match.tied_head} differs from the embedding, but the config ties them, so one of them would be lost: "
             "build the model with tied=False (dataclasses.replace(config, tied=False)), or leave the wrong one out"
         )
 

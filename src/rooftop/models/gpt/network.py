@@ -128,8 +128,8 @@ class Gpt(nn.Module):
         pre_process: whether this stage owns the embedding, so that its input is tokens.
         post_process: whether this stage owns the final norm and the head and returns logits or a loss.
         dropouts: creates the dropout modules; see `Dropouts`.
-        group: tensor parallel ranks that share the layers; None: this process has whole layers. A rank's part is built
-            on the meta device; `parallel_gpt` fills this part with values.
+        group: tensor parallel ranks that share the layers; None: this process has whole layers. A rank's part must be
+            built on the meta device; `parallel_gpt` fills it with values.
         sequence_parallel: whether the ranks of `group` also split the tensors between layers along the sequence. Each
             rank then passes only its part to the next pipeline stage.
         recompute: activations that backward recomputes instead of keeping them (`rooftop.parallel.recomputing`). False:
@@ -258,9 +258,9 @@ class Gpt(nn.Module):
             cache: keys and values of the earlier positions, to which the new positions also attend. The new keys and
                 values are appended to the cache.
             reduction, label_smoothing, z_loss: options of the loss, as in `rooftop.kernels.linear_cross_entropy`.
-            step: number of the training step, counted in micro-batches. The step determines the masks of
-                `CounterDropouts`; other dropouts ignore the step. For a CUDA graph, pass a tensor, () int64 on the
-                device: see `rooftop.kernels.counter_dropout`.
+            step: number of the training step. It determines the masks of `CounterDropouts`; other dropouts ignore it.
+                If a step has several micro-batches, give each micro-batch its own number. For a CUDA graph, pass a
+                tensor, () int64 on the device: see `rooftop.kernels.counter_dropout`.
 
         Returns:
             Logits (B, S, V), or with targets the mean or summed loss, (). A stage without the head returns the input of
@@ -400,7 +400,7 @@ class Gpt(nn.Module):
         length, ranks = self._length(input), place_in(self.split_along)[1]
         if cache is not None and (packing is not None or self.context.ranks > 1):
             raise ValueError(
-                "Gpt: a cache holds whole sequences of one document: leave out the packing and the context"
+                "Gpt: with a cache, each sequence must be one whole document: leave out the packing and the context"
             )
         if packing is not None:
             self._check_packing(packing, given[0], length)
@@ -421,7 +421,7 @@ class Gpt(nn.Module):
         end = length * self.context.ranks + (cache.length if cache is not None else 0)
         if positions is None and end > self.config.positions:
             raise ValueError(
-                f"Gpt: got {end} positions, but the model has {self.config.positions}: shorten the sequence, or "
+                f"Gpt: a sequence needs {end} positions, but the model has {self.config.positions}: shorten it, or "
                 "build the model with more positions"
             )
 

@@ -28,8 +28,8 @@ class PagedCache:
     """A pool of pages that hold the keys and values of sequences, without gradients.
 
     Args:
-        config: config of the model. A tensor parallel rank passes `config.of_rank(ranks)`, because it holds only its
-            own heads.
+        config: config of the model; for a tensor parallel rank `config.of_rank(ranks)`, because it holds only its own
+            heads.
         pages: total number of pages for sequences.
         page: number of positions in a page.
         dtype: dtype of keys and values; it must be the dtype of the model's activations.
@@ -98,7 +98,7 @@ class PagedCache:
         """
         wrong = set(pages) - self._taken
         if wrong or len(set(pages)) < len(pages):
-            raise ValueError(f"PagedCache: expected distinct pages in use, got {sorted(pages)}")
+            raise ValueError(f"PagedCache: expected different pages that are in use, got {sorted(pages)}")
         self._taken.difference_update(pages)
         self._free.extend(reversed(pages))
 
@@ -129,7 +129,7 @@ class PagedCache:
     def write(self, layer: int, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values (B, H_k, S, D) to the pages (B, S), at the positions `slots` (B, S) within the pages.
 
-        The caller turns autograd off.
+        The caller must turn autograd off.
         """
         for stored, new in ((self.keys, key), (self.values, value)):
             stored[layer][pages, :, slots] = new.transpose(1, 2)  # (B, S, H_k, D): indexed dimensions come first

@@ -87,14 +87,13 @@ def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], leng
 
 def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
     """Cost of a layer's forward pass per token, in flops of matrix products. Backward costs about twice as much in all
-    layers.
-    """
+    layers, so it does not change the ratios."""
     window = config.window_of(layer)
     seen = min(length, window or length)
     pairs = seen * (seen + 1) // 2 + (length - seen) * seen
     attention = 4 * config.query_width * pairs / length
     hidden = config.hidden * (3 if config.activation == "swiglu" else 2)
-    elements = 13 * config.width + hidden  # width: two norms with residuals, and the rotation; hidden: the activation
+    elements = 13 * config.width + hidden  # moved by norms, rotation and activation
     slower = next(times for features, times in SLOWER_ATTENTION if config.head_features <= features)
     return 2 * config.layer_weights + slower * attention + FLOPS_OF_BYTE * ELEMENT * elements
 

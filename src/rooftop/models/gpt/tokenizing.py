@@ -89,7 +89,7 @@ def stop_tokens(folder: Path) -> list[int]:
             tokens = given if isinstance(given, list) else [given]
             if not all(type(token) is int and token >= 0 for token in tokens):
                 raise InputError(
-                    f"eos_token_id of {path} must be a token or a list of tokens, got {given!r}: correct it"
+                    f"eos_token_id of {path} must be a token ID or a list of token IDs, got {given!r}: correct it"
                 )
             return tokens
     return []

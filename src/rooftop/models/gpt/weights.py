@@ -171,7 +171,8 @@ def empty_gpt(
 ) -> Gpt:
     """Build a model, or a tensor parallel rank's part, with allocated but uninitialized parameters.
 
-    Arguments and errors are the same as for `load_gpt`.
+    `device`, `dtype` and `group` are as in `load_gpt`. Raises ValueError if the ranks cannot split the heads or
+    features.
     """
     model = Gpt(config, group=group, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
     model.tie()
@@ -288,12 +289,12 @@ def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int
 
 
 def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[str, str], files: TensorFiles) -> None:
-    """Fill `place` with a part of the whole tensor that begins at index `start`.
+    """Fill `place` with the part of the whole tensor whose first element has the index `start`.
 
     The rows of the whole tensor are those of the files' tensors that `source` lists, in order.
     """
     columns = None if place.dim() == 1 else (start[1], start[1] + place.shape[1])
-    row = 0  # first row of the next file tensor
+    row = 0  # first row of the next file tensor in the whole tensor
     for key, rows in zip(source.keys, source.rows, strict=True):
         first, last = max(start[0], row), min(start[0] + place.shape[0], row + rows)
         if first < last:

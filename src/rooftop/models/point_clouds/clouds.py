@@ -203,7 +203,7 @@ def write(cloud: Cloud, path: Path, palette: Sequence[Colour]) -> None:
 # ---- pictures --------------------------------------------------------------------------------------------------
 
 THICKNESS = 0.005  # diameter of a drawn point in a cloud of 100,000 points, as a share of the cloud's radius
-THICKEST = 0.02  # largest diameter, in clouds with few points
+THICKEST = 0.02  # largest diameter, in clouds with few points, also as a share of the radius
 SMALLEST, LARGEST = 0.9, 7.0  # smallest and largest radius of a point, in pixels of the finer picture
 FINER = 2  # supersampling factor: the picture is drawn with this many times the pixels per side, then averaged
 NIGHT = (16, 19, 26)

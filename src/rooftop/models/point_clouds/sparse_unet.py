@@ -212,7 +212,7 @@ def doubling(channels: int, out: int, kernel: int, key: str) -> SparseSequential
 def enlarged(x: SparseConvTensor, multiple: int) -> SparseConvTensor:
     """Enlarge the grid to multiples, with the same sites.
 
-    A kernel of 2 with stride 2 would drop the last site of an odd size.
+    A kernel of 2 with stride 2 would drop the last cells along a dimension of odd size.
     """
     return on_grid(x, [-(-size // multiple) * multiple for size in x.spatial_shape])
 

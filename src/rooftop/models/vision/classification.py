@@ -100,7 +100,7 @@ def classify(
         classes: class names in the order of the logits. None: ImageNet's names if there are 1000 logits, no names for
             other numbers.
         top: the maximum number of classes for each photograph.
-        on_error: "raise" stops at a photograph that cannot be read; "skip" leaves the photograph out with a warning.
+        on_error: "raise" raises InputError if a photograph cannot be read; "skip" leaves it out with a warning.
         progress: called with (the current activity, fraction done) after each batch.
 
     Raises:
@@ -115,7 +115,7 @@ def classify(
     if on_error == "raise":
         check_images(found)
     results: list[Classified] = []
-    ahead = max(batch_size, 2 * usual_threads())  # the next batch is prepared while the model computes
+    ahead = max(batch_size, 2 * usual_threads())  # photographs: prepare the next batch while the model computes
     photographs = prepared(found, lambda image: preprocess(image, preprocessing), ahead, on_error)
     done = 0
     while batch := list(itertools.islice(photographs, batch_size)):

@@ -56,8 +56,8 @@ def _hides_across_edges(mask: Tensor, window: Size) -> bool:
 def _regions(length: int, window: int) -> Tensor:
     """The region of each position on an axis shifted by half a window.
 
-    Region 0 is before the last window, and region 1 is in the last window. Region 2 contains the positions that wrapped
-    around.
+    Region 0 is before the last window. Region 1 is the first half of the last window. Region 2 is its second half: the
+    positions that wrapped around.
     """
     place = torch.arange(length)
     return (place >= length - window).long() + (place >= length - window // 2).long()

@@ -172,7 +172,7 @@ def _sampled(times: Tensor, durations: Tensor, every: float) -> list[int]:
     if not len(times):
         return []
     every = max(every, SLACK_S)  # an interval of SLACK_S already selects all frames, so a smaller one is not needed
-    since = times - times[0] - SLACK_S  # (N,) float64: when the frame begins to be shown
+    since = times - times[0] - SLACK_S  # (N,) float64: when each frame begins to be shown, less the slack
     asked = (since / every).ceil() * every  # the first requested time at or after `since`
     chosen: list[int] = (asked < since + durations).nonzero().flatten().tolist()
     return chosen

@@ -106,7 +106,7 @@ def weights_in(content: Any, part: str | None = None) -> Contents:
         chosen = [each for each in candidates if each.averaged]
     elif (nameless := next(_nameless_averages(content), None)) is not None:
         raise WeightsError(
-            f"holds averaged weights as a list, {nameless}, without the names of the parameters: choose other "
+            f"holds averaged weights as a list under {nameless}, without the names of the parameters: choose other "
             f"weights by part={candidates[0].name!r}, or save the model that has the averages"
         )
     if len(chosen) > 1:

@@ -155,8 +155,8 @@ RESNET = (
 def _swin(merging: int) -> tuple[Rename, ...]:
     """Rename a Swin Transformer's keys to torchvision's.
 
-    torchvision numbers patches, mergings and stages in one sequence. Stage i has the number 2 i + 1, and the merging
-    before stage i has the number 2 i.
+    torchvision numbers the patch embedding, the stages and the mergings in one sequence. Stage i has the number
+    2 i + 1, and the merging before stage i has the number 2 i.
 
     Args:
         merging: torchvision's number for layers.0.downsample.
@@ -180,9 +180,9 @@ SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
 
 SWIN = (
     Dialect("torchvision", "features.0.0.weight"),
-    # Here the first stage ends with the patch merging for the second stage. In the other dialects, it has no merging.
+    # layers.0 ends with the patch merging before layers.1. In the other dialects, the first stage has no merging.
     Dialect("Microsoft", "layers.0.downsample.reduction.weight", _swin(merging=2), SWIN_TABLES, zero_parts="k"),
-    # A stage begins with its merging.
+    # each stage but the first begins with the patch merging before it
     Dialect("timm", "patch_embed.proj.weight", _swin(merging=0), SWIN_TABLES, zero_parts="k"),
 )
 

@@ -302,7 +302,8 @@ def fitting(tensors: Mapping[str, Tensor]) -> str:
 
 @cache
 def _shapes(name: str, classes: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a built-in model's tensors, by key. Building all models takes seconds, even without values."""
+    """The shapes of a built-in model's tensors, by key. Cached, because building all models takes seconds, even on
+    the meta device."""
     with torch.device("meta"):
         model = builtin_models()[name].build(num_classes=classes)
     return {key: tuple(value.shape) for key, value in model.state_dict().items()}

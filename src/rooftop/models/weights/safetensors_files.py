@@ -116,7 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise WeightsError(f"{path} holds a {type(content).__name__}: expected an object")
+        raise WeightsError(f"{path} holds a {type(content).__name__}: expected a JSON object")
     return content
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """Computes minima of numbers over all ranks. All ranks create the object together, and call each method together.
+    """Computes minima of numbers over all ranks. All ranks must create the object and call each method.
 
     Args:
         count: how many numbers each rank sends.

@@ -129,7 +129,7 @@ def write_described(temporary: Path, files: Sequence[str], described: Mapping[st
 
 
 def last_step(folder: Path) -> Path | None:
-    """Return the folder of the last complete step; None if no step is complete.
+    """Return the folder of the step that was completed last; None if no step is complete.
 
     `latest` names this step. If `latest` is missing, the training was killed between the renaming of its first step and
     the writing of `latest`. A step with its final name is always complete.

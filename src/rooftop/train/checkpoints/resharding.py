@@ -72,14 +72,14 @@ def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple
 
 
 def _checked(shard: Shard | None, tensor: Tensor) -> tuple[Shard, Tensor]:
-    """Check that a tensor has as many rows as its pieces and padding together, and rows of their shape.
+    """Check that a tensor has as many rows as its pieces and padding together, and the other sizes of its pieces.
 
     Returns the shard, which is one piece if `shard` is None, and the tensor.
     """
     held = shard or Shard((Piece(Box.whole(tensor.shape)),))
     rows = sum(piece.box.size[0] for piece in held.pieces) + held.padding
     if tensor.dim() == 0 or rows != len(tensor) or any(piece.box.size[1:] != tensor.shape[1:] for piece in held.pieces):
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not have the pieces of {held}")
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not fit the pieces of {held}")
     return held, tensor
 
 

@@ -53,7 +53,8 @@ WRITING, NAMING, NOTHING = "writing", "naming", ""
 
 
 class Saver:
-    """Saves a training. The methods are collective: every rank creates a saver and calls them after the same steps.
+    """Saves a training. The methods are collective: every rank must create a saver and call them after
+    the same steps.
 
     Args:
         folder: the folder of the steps; created if missing. Unfinished folders of killed trainings are removed.
@@ -86,9 +87,9 @@ class Saver:
         self._agreement = Agreement(3)
         self._token = self._agreement.gathered(secrets.token_hex(4))[0]
         self._steps, self._saves = 0, 0
-        self._asked = False  # whether a rank asked to stop; the wait for a save may hear this before `after_step`
+        self._asked = False  # whether a rank asked to end the training; `_finish` may learn this before `after_step`
         self._phase = NOTHING  # phase of the save; `_phase` and `_parts` are equal on all ranks
-        self._parts = 0  # number of phases that were started, of all saves
+        self._parts = 0  # number of phases that were started, in all saves together
         self._task: _Task | None = None
         self._process: WritingProcess | None = None
         self._staging: Staging | None = None
@@ -182,10 +183,10 @@ class Saver:
     # ---- once a step -----------------------------------------------------------------------------------------------
 
     def after_step(self, stop: bool = False) -> bool:
-        """Continue a save in progress. Every rank calls this once after each step.
+        """Continue a save in progress. Every rank must call this once after each step.
 
         Args:
-            stop: whether this rank was asked to stop.
+            stop: whether this rank was asked to end the training.
 
         Returns:
             Whether any rank passed `stop` at the previous call; the same on all ranks.
@@ -217,8 +218,8 @@ class Saver:
             self._agree(False)
 
     def _agree(self, stop: bool) -> None:
-        """Tell all ranks whether this rank was asked to stop, and which phase of the save it has finished. If all ranks
-        have finished the current phase, start the next one."""
+        """Tell all ranks whether this rank was asked to end the training, and which phase of the save it has finished.
+        If all ranks have finished the current phase, start the next one."""
         task = self._task
         ended, failed = (True, False) if task is None else (task.ended, task.error is not None)
         done = self._parts if ended and not failed else self._parts - 1
@@ -230,7 +231,8 @@ class Saver:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Start the next phase of a save (see the table above), after all ranks have finished the current phase."""
+        """Start the next phase of a save (see the table at the top of this file), as all ranks have finished the
+        current one."""
         if self._phase == WRITING:
             if self._staging is not None:
                 self._staging.ready()

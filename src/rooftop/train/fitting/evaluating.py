@@ -24,7 +24,7 @@ class Evaluator:
     Args:
         batch: batch size, summed over all ranks.
         autocast: makes the context manager of the model's precision.
-        gathered: gathers a value from each rank, in the order of ranks; all ranks call it.
+        gathered: gathers a value from each rank, in the order of ranks; all ranks must call it.
 
     Attributes:
         loader: loader of the validation data.

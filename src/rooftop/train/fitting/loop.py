@@ -73,7 +73,7 @@ def fit(
     interval: int | None = None,
     stop: Stop | None = None,
 ) -> Fitted:
-    """Train a task by a recipe. Under torchrun every rank calls this.
+    """Train a task by a recipe. Under torchrun every rank must call this.
 
     Args:
         task: the task; its model is moved to the device. At the end the model has the last weights, not their moving
@@ -89,7 +89,7 @@ def fit(
             and Ctrl-C end the training, if `out` is given.
 
     Returns:
-        The result. A stopped training is saved.
+        The result. If `out` is given, a training that was stopped early is saved there.
 
     Raises:
         InputError: the recipe does not fit the task or the ranks, `out` holds another training, or another process
@@ -120,7 +120,8 @@ def fit(
             return fitting.run(resume, save_every, interval or (INTERVAL if world.device.type == "cuda" else 1))
         except DivergedError as error:
             diverged = error
-    # Raised outside `join`, which would report a failed rank: all ranks raise this error, and can train again.
+    # Raised outside `join`, which would report that one rank failed. But all ranks raise this error, and can train
+    # again.
     raise diverged
 
 
@@ -314,7 +315,7 @@ class _Fitting:
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
     def _steps(self) -> int:
-        """Train until the last step, or until a signal stops the training. Return the number of the last step that
+        """Train until the last step, early stopping or a request to stop. Return the number of the last step that
         ran."""
         again = None if self.world.size > 1 else self.feed.parts
         for step in range(self.before + 1, self.lengths.steps + 1):
@@ -354,8 +355,8 @@ class _Fitting:
         return self.before
 
     def _stopping(self) -> bool:
-        """Whether any rank was asked to stop; the result is the same on all ranks. With several ranks, the result is
-        one step old.
+        """Whether any rank was asked to end the training; the result is the same on all ranks. With several ranks, the
+        result is one step old.
         """
         if self.world.size == 1:
             return self.stop.requested
@@ -459,7 +460,7 @@ class _Fitting:
     # ---- evaluations and checkpoints ---------------------------------------------------------------------------------
 
     def _evaluate(self, step: int, ended: bool) -> None:
-        """Evaluate the model, with the mean weights if there are any. Export the weights as "best" if the result is
+        """Evaluate the model, with the averaged weights if there are any. Export the weights as "best" if the result is
         better than all earlier results, and as "last" if the training ends here."""
         self._share(self.task.model.buffers())
         with self.stepper.mean_weights():

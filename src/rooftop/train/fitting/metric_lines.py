@@ -40,10 +40,10 @@ class MetricLines:
         records.sort(key=lambda record: (record.step, isinstance(record, EvaluationRecord)))
         with writing_to(path):
             write_whole(path, "".join(_line(record) for record in records))
-            self._path, self._file = path, path.open("ab", buffering=0)  # unbuffered, so all lines are written
+            self._path, self._file = path, path.open("ab", buffering=0)  # unbuffered: a killed process loses no line
 
     def add(self, records: list[StepRecord] | list[EvaluationRecord]) -> None:
-        """Write lines, before the next checkpoint is saved.
+        """Write lines. Call this before the next checkpoint is saved.
 
         Raises:
             OSError: the lines cannot be written.

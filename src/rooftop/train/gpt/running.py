@@ -82,7 +82,8 @@ def run_steps(
         keep_last: number of checkpoints to keep in the folder; None: all.
         async_save: write checkpoints in the background (`Saver`). After the last step, the loop waits until the last
             checkpoint is on the disk.
-        stop: if any rank is asked to stop, all ranks save after the same step, one or two steps later, and stop.
+        stop: if any rank is asked to stop, all ranks save after the same step, one or two steps later, and end the
+            training.
             Without `save`, `stop` has no effect.
 
     Yields: The reports of the steps since the previous reports.
@@ -109,7 +110,7 @@ def run_steps(
     try:
         try:
             yield from _steps(trainer, until, interval, roof, validation, saver, save_interval, stop or Stop())
-        # all ranks raise this error; the save in progress has a state from before the error, with finite values
+        # all ranks raise this error; finish the save in progress, because its state is older than the error and finite
         except ModelRunError:
             saver.wait()
             raise

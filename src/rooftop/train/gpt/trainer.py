@@ -50,7 +50,7 @@ IGNORED = -100  # a target that the loss ignores
 
 
 class GptTrainer:
-    """This rank's part of a training. All ranks create the trainer together and call each method together.
+    """This rank's part of a training. All ranks must create the trainer and make the same calls.
 
     Args:
         training: the description of the training.
@@ -396,7 +396,7 @@ class GptTrainer:
 
 
 def _with_wide_loss(model: Gpt | GptStages, device: torch.device) -> None:
-    """Compute the loss of a bfloat16 model in float32, because a bfloat16 sum has only three digits."""
+    """Compute the loss of a bfloat16 model in float32, because bfloat16 has only three digits."""
     if model.head is None:  # only the last stage has the head
         return
     wide = torch.autocast(device.type, torch.bfloat16)

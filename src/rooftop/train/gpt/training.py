@@ -230,7 +230,7 @@ class GptTraining:
             )
         if layers is not None:
             if layers < 1 or self.config.layers % (layout.pp * layers):
-                most = self.config.layers // (2 * layout.pp)  # for two stages per rank
+                most = self.config.layers // (2 * layout.pp)  # at least two stages per rank
                 fitting = [n for n in range(1, most + 1) if self.config.layers % (layout.pp * n) == 0]
                 instead = f"use one of {', '.join(map(str, fitting))}" if fitting else "use another number of ranks"
                 raise ValueError(

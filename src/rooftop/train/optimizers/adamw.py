@@ -144,7 +144,7 @@ class AdamW(torch.optim.AdamW):
         if by_kernel:
             require_triton()
             if len(self.state) != len(self._known) or not all(map(is_, self.state.values(), self._known)):
-                self._plans.clear()  # the caller has replaced states
+                self._plans.clear()  # the caller has replaced entries of `state`
             held = [self._held(group["params"]) for group in self.param_groups]
             if not {gradient.layout for gradients in held for gradient in gradients if gradient is not None} <= DENSE:
                 raise RuntimeError("AdamW: a gradient is sparse: create the embedding with sparse=False")

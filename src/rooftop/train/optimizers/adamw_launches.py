@@ -97,7 +97,7 @@ class AdamWPlan:
         self.steps, averages, squares = self._kept
         self.averages, self.squares = [*map(local_of, averages)], [*map(local_of, squares)]
         self._models = [own for own in models if own is not None]
-        self.narrow: list[Tensor | None] = []  # the model's weight; None if its memory layout differs
+        self.narrow: list[Tensor | None] = []  # the model's weight; None for a pair in `_apart`
         # pairs whose memory layouts differ: (the model's weight, the updated tensor)
         self._apart: list[tuple[Tensor, Tensor]] = []
         for own, weight in zip(models, self.weights, strict=True):

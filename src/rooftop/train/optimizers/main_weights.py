@@ -64,7 +64,7 @@ class MainWeights:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.synchronized()  # the versions of new copies begin at 0
+        self.synchronized()  # the version counters of new copies begin at 0 again
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -126,7 +126,7 @@ class MainWeights:
         self.adopt(contents)
 
     def synchronized(self) -> None:
-        """Record that the model's weights agree with the main weights. Called after a step has written both."""
+        """Record that the model's weights agree with the main weights. Call this after a step has written both."""
         if self.narrow:
             self._gradients.saw(self._model_has.items())
 

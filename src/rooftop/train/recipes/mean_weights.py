@@ -33,7 +33,7 @@ class MeanWeights:
 
     Args:
         model: a model on its final device. The model's tensors must stay the same objects, as usual in training.
-        decay: the maximum of the factor d, the weight of the old mean in an update (see the module).
+        decay: the maximum of the factor d, the weight of the old mean in an update (see the top of this file).
         every: steps between two updates.
 
     Raises:
@@ -43,7 +43,7 @@ class MeanWeights:
     def __init__(self, model: nn.Module, decay: float, every: int = 1) -> None:
         if not 0 <= decay < 1:
             raise InputError(
-                f"ema.decay is {decay:g}: the mean would never follow the weights; expected a number below 1"
+                f"ema.decay is {decay:g}: expected at least 0 and below 1; with 1, the mean would never change"
             )
         self.decay, self.every = decay, every
         kept = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}  # a shared tensor counts once
@@ -68,7 +68,8 @@ class MeanWeights:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Within the block, the model has the mean weights. Afterwards it has its own weights again, bit for bit."""
+        """Within the block, the model has the averaged weights. Afterwards it has its own weights again, bit for
+        bit."""
         own = {name: tensor.clone() for name, tensor in {**self._live, **self._copied}.items()}
         try:
             self._give({**self._mean, **self._copies})
@@ -90,7 +91,7 @@ class MeanWeights:
         own = self.state_dict()
         wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
         if wrong := wrong + [name for name in tensors if name not in own]:
-            raise InputError(f"the mean of the weights does not fit the model: {', '.join(sorted(wrong)[:3])}")
+            raise InputError(f"the loaded mean of the weights does not fit the model: {', '.join(sorted(wrong)[:3])}")
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 

@@ -46,8 +46,8 @@ def mixer(mix: Mix, classes: int) -> Alter | None:
         return None
     if classes < 2:
         raise InputError(
-            f"mix.mixup and mix.cutmix mix the targets of classes, but there {'is' if classes == 1 else 'are'} "
-            f"{max(classes, 0)}: set both to 0"
+            f"mix.mixup and mix.cutmix mix the targets of two classes, but the number of classes is {max(classes, 0)}: "
+            "set both to 0"
         )
 
     def alter(batch: Any, places: Tensor, generator_of: GeneratorOf) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 self._adopt(parameter, flat)
 
     def _join(self) -> None:
-        """Make AdamW use this optimizer's parameter groups without Muon, and share this optimizer's state."""
+        """Make AdamW update the parameter groups that Muon does not, and share this optimizer's state."""
         if self._adamw is not None:
             self._adamw.param_groups = self._groups(muon=False)
             self._adamw.state = self.state
@@ -156,8 +156,8 @@ def _sides(parameter: Tensor) -> tuple[int, int]:
 
 
 def _order(parameter: Tensor) -> tuple[int, ...]:
-    """Return a parameter's dimensions: rows first, then the others in memory order, since columns may have any
-    order."""
+    """Return a parameter's dimensions: 0 (the rows) first, then the others in memory order, since Muon's result does
+    not depend on the order of columns."""
     columns = sorted(range(1, parameter.dim()), key=lambda axis: -parameter.stride()[axis])
     return (0, *columns)
 

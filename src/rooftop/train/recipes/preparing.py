@@ -16,7 +16,7 @@ def prepare_model(
     """Check the recipe, then load initial weights, switch on dropout and stochastic depth, and freeze modules.
 
     Args:
-        task: the task, whose model is changed. The task's metadata contain the model's name and number of classes.
+        task: the task, whose model is changed. Its metadata may state the model's name and number of classes.
         begins: whether the training starts now; a resumed training loads its weights from a checkpoint.
         device: the type of the training's device: "cuda" or "cpu".
 

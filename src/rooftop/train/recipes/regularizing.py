@@ -64,7 +64,8 @@ class BranchDropout:
 
 
 def _set_dropout(model: nn.Module, p: float) -> str:
-    """Set all dropout layers, or add dropout before the last linear layer; return a description of these layers."""
+    """Set p of all dropout layers, or add dropout before the last linear layer; return a description of these
+    layers."""
     count = 0
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):

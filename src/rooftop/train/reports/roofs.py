@@ -27,7 +27,7 @@ from rooftop.train.recipes.recipe import Recipe
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": torch.optim.AdamW,
-    "muon": torch.optim.AdamW,  # Muon's own matrix products are negligible
+    "muon": torch.optim.AdamW,  # without Muon's own matrix products, a negligible part of the step
 }
 """Stand-ins for the optimizers of a recipe, by name, to count the memory traffic of the optimizer step."""
 

@@ -46,7 +46,7 @@ LARGE_FRAMES, LARGE_SIDE, LARGE_TOGETHER = 20, 64, 2  # as in Keras's example
 PASS, JUDGED = 1600, 32  # numbers of sequences of moving digits: per epoch, and held out
 HIGHEST_SEED = 1 << 40  # highest seed of a training sequence; held-out sequences have higher seeds
 SETTLED_BY = 8  # number of batches from which the norms' statistics are recomputed at the end
-LEAST, MOST = 0.01, 0.99  # copied frames are clamped to this range, so that the cross entropy of copying stays bounded
+LEAST, MOST = 0.01, 0.99  # frames of the copying baseline are clamped to this range, so that its entropy is bounded
 TRAINED_PART = 0.8  # this fraction of each video, from its start, is for training
 # number of examples; small frames are enlarged by a whole factor, to at most this height in pixels
 SHOWN, SHOWN_SIDE = 2, 96

@@ -45,7 +45,7 @@ class Task:
             mode; during validation, the model is in evaluation mode, and gradients are off.
         valid: samples for evaluation; None: no evaluation.
         metrics: (model in evaluation mode, batch on the device) -> dict from name to values of the samples, (N,). The
-            loop computes the mean over all samples. The name "loss" belongs to the validation loss.
+            loop computes the mean over all samples. The name "loss" is reserved for the validation loss.
         judge: computes metrics of the whole validation data that are not means over samples, e.g. COCO's AP; called on
             rank 0.
         best: the metric that selects the best checkpoint; "loss" is the validation loss.

@@ -27,7 +27,7 @@ WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|[-+]?(nan|inf|infin
 
 
 class Mixture:
-    """Rows of tokens and their weights.
+    """Rows of tokens (data sets) and their weights.
 
     Args:
         rows: the rows of the mixture, at least one. Either all rows are text, or all have tokens of the same

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rooftop.launch.numba_loops import numba_works
 
-FINEST = 1 << 50  # weights are rounded to multiples of (their sum / FINEST), a relative error of about 1e-15
+FINEST = 1 << 50  # weights are rounded to multiples of (their sum / FINEST), an error of about 1e-15 of the sum
 KEPT = 1 << 16  # number of draws between two stored states
 COMPILED = 1 << 20  # minimum number of draws for which numba compiles the loop; compilation takes a second
 

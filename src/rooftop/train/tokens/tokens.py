@@ -149,7 +149,7 @@ def open_tokens(path: str | Path, kind: str | None = None) -> Tokens:
     """Open the tokens of a file or folder.
 
     Args:
-        path: see the table above.
+        path: see the table at the top of this file.
         kind: integer type of a `.bin` file that does not state the type: "uint8", "uint16", "uint32", "int32" or
             "int64", little-endian. None: detected.
 
@@ -205,7 +205,7 @@ def _text_of_folder(folder: Path) -> Tokens:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """List all files that are not hidden, in the same order on every machine."""
+    """List all files of a folder and its subfolders, except hidden ones, in the same order on every machine."""
     found = [(path.relative_to(folder).parts, path) for path in folder.rglob("*")]
     for parts, path in sorted(found):
         if not any(part.startswith(".") for part in parts) and path.is_file():

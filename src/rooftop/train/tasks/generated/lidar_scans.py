@@ -144,8 +144,8 @@ def _first(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) ->
 
 
 def _unit_rays(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Transform rays to the frame of each solid `those`, in which the solid spans -1..1. Returns origins and
-    directions."""
+    """Transform rays to the frames of the solids `those` (indices, broadcast with the rays), in which a solid spans
+    -1..1. Returns origins and directions."""
     c, s = solids.turn[those].unbind(-1)
 
     def turned(v: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def _slabs(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 def _ball(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """Ray parameters at which each ray enters and leaves a unit ball, in any number of dimensions.
 
-    The computation starts from the point nearest to the centre, so it is exact even for a distant scanner.
+    The computation starts from the point nearest to the centre, so it is accurate even for a distant scanner.
     """
     square = (d * d).sum(-1)
     middle = -(o * d).sum(-1) / square
