@@ -193,7 +193,7 @@ X, (COS, SIN) = torch.zeros(2, 3, 4, 8), tables(6, 4)
         ({"sin": torch.zeros(5, 4)}, ValueError, "cos and sin of one shape"),
         ({"cos": COS.to("meta")}, ValueError, "x is on cpu, cos on meta"),
         ({"cos": COS.clone().requires_grad_()}, NotImplementedError, "are not supported: detach them"),
-        ({"offset": 3}, ValueError, "positions 3 to 6 are not in tables of 6 positions"),
+        ({"offset": 3}, ValueError, "positions 3 to 6 are not all in tables of 6 positions"),
         ({"offset": torch.tensor([-1, 0])}, ValueError, "positions -1 to 3 are not"),
         ({"offset": torch.tensor([1])}, ValueError, r"expected offset \(2,\)"),
         ({"offset": 0.5}, TypeError, "offset must be an int or a tensor"),

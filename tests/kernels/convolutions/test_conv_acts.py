@@ -621,7 +621,7 @@ def test_a_plan_says_what_is_taken_and_why() -> None:
         (
             {"weight": torch.ones(6, 4, 0, 3)},
             ValueError,
-            r"expected pixels, channels and a window of at least 1, got \(1, 4, 5, 5\) and \(6, 4, 0, 3\)",
+            r"every size of input and weight except N must be at least 1, got \(1, 4, 5, 5\) and \(6, 4, 0, 3\)",
         ),
         ({"weight": torch.ones(0, 4, 3, 3)}, ValueError, "expected pixels, channels and a window"),
         ({"input": torch.ones(1, 4, 0, 5), "padding": 2}, ValueError, r"at least 1, got \(1, 4, 0, 5\) and"),

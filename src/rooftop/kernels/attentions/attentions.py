@@ -92,8 +92,8 @@ def scores_of(
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """Attention probabilities; masked keys have probability 0. The function does not compute exp(scores - lse), because
-    the rounding of lse would cost accuracy.
+    """Attention probabilities. Masked keys have probability 0, also in rows in which all keys are masked. The function
+    does not compute exp(scores - lse), because the rounding of lse would cost accuracy.
     """
     return scores.softmax(-1).masked_fill((lse == -math.inf)[..., None], 0.0)
 
@@ -116,8 +116,8 @@ ALIGNMENT = 16  # bytes of a load; the back ends require rows whose size is a mu
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """The tensor, copied if needed, with contiguous features in each row. If the size of a row is a multiple of 16
-    bytes, the strides between rows are multiples of 16 bytes, too.
+    """Return x, or a copy, with stride 1 in the last dimension. If a row of x has a multiple of 16 bytes, all other
+    strides of the result are multiples of 16 bytes, too.
     """
     x, size = unit_features(x), x.element_size()
     strides = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
@@ -133,7 +133,7 @@ def _at_aligned_address(x: Tensor) -> Tensor:
 def _forward(
     backend: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, L) with a back end; the tensors may be fake."""
+    """Compute the output and the log-sum-exps with a back end. The arguments may be fake tensors."""
     if backend == "reference":
         return attention_reference(query, key, value, mask, is_causal, scale)
     query, key, value = (_aligned_rows(t) for t in (query, key, value))
@@ -149,7 +149,7 @@ def _forward(
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     found = aten._scaled_dot_product_efficient_attention(query, keys, values, bias, True, 0.0, is_causal, scale=scale)
     lse = found[1].narrow(-1, 0, query.shape[2])  # the memory-efficient back end pads lse to multiples of 32 queries
-    if mask is not None:  # if no key is visible, lse is +inf or 0, depending on the release of PyTorch
+    if mask is not None:  # for a query without visible keys, lse is +inf or 0, depending on the release of PyTorch
         sees = (mask if mask.dtype == torch.bool else mask != -math.inf).any(-1)
         lse = lse.masked_fill(~sees, -math.inf)
     return found[0], lse.contiguous()
@@ -179,13 +179,13 @@ def _backward(
             dout, query, key, value, out, lse, *lengths, 0.0, is_causal, seed, seed, scale=scale
         ), None
     if backend == "cudnn":
-        # PyTorch caches cuDNN's plans by the strides of the inputs alone, so out and dout must have the strides of
-        # PyTorch's own forward.
+        # PyTorch caches cuDNN's plans by the strides of the inputs alone, so out and dout must have the strides that
+        # PyTorch's own forward gives to out: those of query.
         dout, out = (_in_order_of(t, query) for t in (dout, out))
         return *aten._scaled_dot_product_cudnn_attention_backward(
             dout, query, key, value, out, lse.unsqueeze(-1), seed, seed, None, *lengths, 0.0, is_causal, scale=scale
         ), None
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel ignores the strides of out
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel assumes that out is stored as (B, S, H, D)
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     if mask is not None:  # without a mask, each row attends to at least one key
@@ -384,8 +384,8 @@ def _by_positions(x: Tensor) -> Tensor:
 
 
 def _laid_out(gradient: Tensor | None, target: Tensor) -> Tensor:
-    """The gradient with the strides of `target`, which the fake implementation promises. A gradient with other strides
-    is copied into `target`.
+    """Return the gradient with the strides of `target`: the fake implementation promises these strides. A gradient with
+    other strides is copied into `target`.
     """
     assert gradient is not None
     return gradient if gradient.stride() == target.stride() else target.copy_(gradient)

@@ -35,7 +35,7 @@ from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
-MASKED = -100.0  # added to scores of positions that are not neighbours on the map: their weights become nearly 0
+MASKED = -100.0  # added to the score of two positions from different regions of the map: the weight becomes nearly 0
 PLAIN = "the formula in PyTorch (rooftop.kernels.attentions.window_attentions.window_attention_reference)"
 SHORTEST = 1e-12  # minimum norm by which vectors are divided, as in torch.nn.functional.normalize
 
@@ -195,7 +195,7 @@ def config_of(table: Sequence[WindowConfig], positions: int, features: int) -> W
 
 
 def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes) -> WordConstants:
-    """The constants that the kernels of forward and backward share."""
+    """The constants of the forward kernel, which the backward kernel uses as well."""
     features = x.shape[3] // (3 * sizes.heads)
     covered = [size % window == 0 for size, window in zip(x.shape[1:3], sizes.window, strict=True)]
     return {
@@ -213,7 +213,8 @@ def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, s
 
 
 def _block(size: int) -> int:
-    """The next power of two, but at least 16, the smallest operand of a matrix instruction."""
+    """The smallest power of two that is at least `size` and at least 16, the smallest operand of a matrix instruction.
+    """
     return max(16, power_of_two(size))
 
 
@@ -503,7 +504,7 @@ def _check(
     _check_window(heads, window, shift)
     if x.dim() != 4 or x.shape[3] % (3 * heads):
         raise ValueError(
-            f"window_attention: expected query_key_value of shape (B, H, W, 3 C) with C a multiple of {heads} heads, "
+            f"window_attention: expected query_key_value of shape (B, H, W, 3 C) with C divisible by {heads} heads, "
             f"got {tuple(x.shape)}"
         )
     positions = window[0] * window[1]

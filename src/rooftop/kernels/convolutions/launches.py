@@ -290,7 +290,7 @@ def box_of(pixels: int, batch: int, lines: int, line: int) -> tuple[int, int, in
     """
     powers = [1 << exponent for exponent in range(pixels.bit_length())]
     boxes = [(pixels // (h * w), h, w) for h in powers for w in powers if h * w <= pixels]
-    boxes = [box for box in boxes if max(box) <= 256]  # the limit of one TMA copy
+    boxes = [box for box in boxes if max(box) <= 256]  # one TMA copy has at most 256 elements in each dimension
     return min(boxes, key=lambda b: (-(-batch // b[0]) * -(-lines // b[1]) * -(-line // b[2]), b[0], -b[2]))
 
 
