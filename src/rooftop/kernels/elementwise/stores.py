@@ -283,7 +283,9 @@ def _source_of(plan: Plan, layout: Layout) -> tuple[str, str]:
 
 
 def _flat(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """Source lines of a flat kernel over all tensors, and of the function that computes one block."""
+    """Source lines of a flat kernel, which computes one index for all tensors, and of the function that computes one
+    block.
+    """
     names, lines = _block(body, plan, used)
     return flat_kernel(name, ", ".join(names), numbers, text_of(plan.outputs), lines)
 

@@ -231,7 +231,7 @@ def _scaled_late(hidden: Tensor) -> bool:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, accumulated in the dtype of `total`, which is float32 also for half precision."""
+    """total += a @ b, accumulated in the dtype of `total`: float32 if a and b have half precision."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cuda":

@@ -76,7 +76,7 @@ def conv_act_persistent(
 @triton.jit
 def conv_act_single(
     image, weight, y, residual,  # descriptors, as above
-    bias, sums, arrived,  # shapes: (O,), (SPLIT, tiles, COLUMNS, pixels of a tile), (tiles,): zeros before and after
+    bias, sums, arrived,  # (O,), (SPLIT, tiles, COLUMNS, pixels of a tile), (tiles,); arrived: 0 on entry and exit
     images, lines, pixels, columns,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
     TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
@@ -122,7 +122,7 @@ def conv_act_single(
 @triton.jit
 def conv_act_gathered(
     x, weight, y, residual,  # x (N, H, W, C) strided with C fastest; weight (O, taps * C); y, residual (pixels, O)
-    bias, sums, arrived,  # shapes: (O,), (SPLIT, tiles, ROWS, COLUMNS), (tiles,): zeros before and after
+    bias, sums, arrived,  # shapes: (O,), (SPLIT, tiles, ROWS, COLUMNS), (tiles,); arrived: 0 on entry and exit
     rows, columns, height, width, lines, pixels, x_image, x_line, x_pixel,  # lines, pixels: OH, OW
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
     TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
