@@ -72,8 +72,8 @@ def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
     if bool(wrong.any()):
         place = int(wrong.nonzero()[0])
         raise ValueError(
-            f"cross_entropy: target {int(target[place])} at index {place} is not a class: expected 0 to {classes - 1}, or "
-            f"ignore_index {ignore_index}"
+            f"cross_entropy: target {int(target[place])} at index {place} is not a class: expected 0 to {classes - 1}, "
+            f"or ignore_index {ignore_index}"
         )
 
 

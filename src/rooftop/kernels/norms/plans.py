@@ -220,8 +220,8 @@ def choose_forward(call: Forward) -> NormPlan:
 
 
 def _fours(call: Forward, group: int) -> ForwardConfig | None:
-    """Launch parameters for half precision rows that begin at multiples of 8 bytes, but not of 16 bytes, in a norm
-    without addends. None for all other calls.
+    """Launch parameters for half precision rows that begin at multiples of 8 bytes, but not of 16 bytes, in a norm that
+    adds no residual and no input bias. None for all other calls.
     """
     if call.adds or group != 4 or call.dtype.itemsize != 2 or call.columns < tables.FOURS_FROM:
         return None

@@ -20,7 +20,7 @@ from rooftop.kernels.norms.triton_kernels.norms import enclosing, shift_of
 @triton.jit
 def norm_forward_long(
     x, residual, input_bias, weight, bias,  # x, residual (M, N); input_bias, weight, bias (N,); all but x may be None
-    y, total, mean, rstd,  # y, total (M, N); mean, rstd (M,); total is None if nothing is added, mean for an RMS norm
+    y, total, mean, rstd,  # (M, N) twice, (M,) twice; total is None if nothing is added; mean is None for RMS
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
