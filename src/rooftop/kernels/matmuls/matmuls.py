@@ -288,7 +288,7 @@ def linear_act_and_before(
     if not _keeps(activation, None):
         others = ", ".join(name for name in ACTIVATIONS if name not in OF_OUTPUT)
         raise ValueError(
-            f"linear_act_and_before: backward of {activation!r} does not need the activation's input: use one of {others}"
+            f"linear_act_and_before: backward of {activation!r} does not need its input: use one of {others}"
         )
     y, before = _linear_act_of(input, weight, bias, activation, None, again=True)
     return y, before.detach().view(y.shape)

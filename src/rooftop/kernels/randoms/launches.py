@@ -12,7 +12,7 @@ from rooftop.kernels.randoms import tables
 from rooftop.kernels.randoms.words import WORD, Values, quantile_table
 from rooftop.launch.triton_launch import launch, require_triton
 
-MOST_DIMENSIONS = 4  # maximum dimensions of a part after merging
+MOST_DIMENSIONS = 4  # maximum number of dimensions of a part after merging
 
 
 def fill(

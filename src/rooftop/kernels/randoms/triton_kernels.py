@@ -20,7 +20,7 @@ def random_fill(
     key_low, key_high, step_low, step_high,
     rows, columns, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset,
     scale, shift, low, high,  # float32
-    lower_word, last_word,  # words that are mapped to normal numbers: the first word, and the number of words after it
+    lower_word, last_word,  # with NORMAL, only the words lower_word to lower_word + last_word are mapped
     NORMAL: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write shift + scale * u, limited to [low, high], to each element of one tile. The random number u is uniform in

@@ -133,8 +133,8 @@ def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) ->
 
 
 def _kernel_gradient(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
-    """The gradient of `kernel` in one convolution of hidden states (M, F, H, W). The batch M may be the batches of many
-    steps.
+    """The gradient of `kernel` in one convolution of hidden states (M, F, H, W). M may be the sum of the batches of
+    many steps.
     """
     padded, padding = _padded(hidden, kernel)
     return _convolution_backward(dgates, padded, kernel, padding, [False, True, False])[1]
