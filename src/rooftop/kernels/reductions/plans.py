@@ -123,7 +123,7 @@ def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], o
     if len(keep) > 2 or len(reduce) > (1 if ordered else 2):
         return None
     results = [(*each, math.prod(size for size, _ in keep[i + 1 :])) for i, each in enumerate(keep)]
-    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # the dimension of the smallest stride (near) comes last
+    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # the smallest stride comes last
     results = [(1, 0, 0)] * (2 - len(results)) + results
     reduce = [(1, 0)] * (2 - len(reduce)) + reduce
     (a, b), (c, d), (e, f) = zip(*results, strict=True)
@@ -238,8 +238,8 @@ def _reduction(
 
 
 def _combination(reduction: Constants, splits: int, results: int, count: float) -> KernelLaunch:
-    """The launch that combines the partial results of a reduction. Each of the `results` results has `splits` of them,
-    one for each program that reduced a part of its elements.
+    """The launch that combines the partial results of a reduction. Each of the `results` results has `splits` partial
+    results, one for each program that reduced a part of its elements.
     """
     kept = min(power_of_two(results), 128)
     constants = {name: reduction[name] for name in ("KIND", "IDENTITY")}

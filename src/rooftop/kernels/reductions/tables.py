@@ -78,7 +78,7 @@ ROWS = (
     RowConfig(run_bytes=8192, rows=4, block_bytes=512, warps=4, stages=3),
     RowConfig(run_bytes=ANY_BYTES, rows=1, block_bytes=16384, warps=8),
 )
-FAR_ROWS = (  # for two reduced dimensions: one contiguous, one far
+FAR_ROWS = (  # for two reduced dimensions: one with stride 1, one with a larger stride
     *(
         replace(config, stages=3)
         for config in (*SHORT_ROWS, RowConfig(run_bytes=4096, rows=2, block_bytes=4096, warps=4))

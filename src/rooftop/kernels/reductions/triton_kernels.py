@@ -239,8 +239,8 @@ def _reduced_elements(
     index, near, lane, reduced, reduced_stride, far_reduced_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """Return (offsets, mask) of block `index` of reduced elements, (REDUCED,). `near`: with two reduced dimensions
-    (NESTED), the number of blocks along the inner one.
+    """Return (offsets, mask) of block `index` of reduced elements, (REDUCED,). `near`: the number of blocks along the
+    inner of two reduced dimensions; used only with NESTED.
     """
     if NESTED:
         block, far = tl.cast(index % near, tl.int64), tl.cast(index // near, tl.int64)

@@ -35,8 +35,8 @@ def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> 
 
 @lru_cache(maxsize=4096)  # cached, because computing the tile takes as long as a small launch
 def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> WordConstants:
-    """Launch parameters for `rows` rows. A tile is not wider or deeper than the channels, and has fewer rows if there
-    are fewer tiles than multiprocessors.
+    """Launch parameters for `rows` rows. A tile has no more columns than `out_channels`, no more depth than `channels`
+    (both rounded up to a power of two), and fewer rows if there are fewer tiles than multiprocessors.
     """
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
@@ -89,7 +89,8 @@ def _weight_tile(
 
 
 def _power_of_two(channels: int) -> int:
-    """The next power of two, but at least 16, the smallest side of a tile in a product."""
+    """The smallest power of two that is at least `channels` and at least 16, the smallest side of a tile in a product.
+    """
     return max(16, power_of_two(channels))
 
 

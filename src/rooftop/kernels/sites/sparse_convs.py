@@ -454,7 +454,7 @@ def _check_shapes(
             f"got {tuple(neighbours.shape)}"
         )
     rows = neighbours.shape[0] if neighbours is not None else row_count(neighbours, order)
-    if type(rows) is Count:  # the C++ code that repeats the call checks that equal numbers of rows stay equal
+    if type(rows) is Count:  # C++ repeats the call only if the numbers of rows that are equal now are equal again
         rows = int(rows)
     for count in (rows, sites):  # one after the other, because max() fails for sizes that depend on data
         if count > MAX_ROWS:
