@@ -72,7 +72,7 @@ def _first(groups: int, tensors: int, stages: int, shared_bytes: int) -> Cluster
     return next(iter(fullest(groups, tensors, stages, shared_bytes)), None)
 
 
-ARRIVAL_BYTES = 800  # arrival counters at the beginning of shared memory, before the 16-byte partial results
+ARRIVAL_BYTES = 800  # size of the arrival counters at the beginning of shared memory; 16-byte partial results follow
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _launch(
     plan: Plan, kernel: str, variant: bool, x: Tensor, tensors: Sequence[Tensor | None], strides: Sequence[int],
     numbers: Sequence[int | float],
 ) -> None:  # fmt: skip
-    """Launch a kernel on rows like x. The kernel's arguments are `tensors`, sizes, `strides` and `numbers`."""
+    """Launch a kernel for the rows of x. The kernel's arguments are `tensors`, sizes, `strides` and `numbers`."""
     rows, columns = x.shape
     if rows == 0:
         return

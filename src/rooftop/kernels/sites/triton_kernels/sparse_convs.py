@@ -99,7 +99,7 @@ def sparse_conv_rows(
 
 @triton.jit
 def sparse_conv_weight_gradient(
-    features, gradient, table, lists, counts,  # (N, C); (M, O); (M, T), if BLOCK of `sort_table`; see LISTED; (T,)
+    features, gradient, table, lists, counts,  # (N, C); (M, O); (M, T), `sort_table`'s if BLOCK; see LISTED; (T,)
     sums,  # (pieces, O, C)
     sites, rows, capacity, parts,
     LISTED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
