@@ -1,12 +1,13 @@
 """Scaled dot-product attention by the fastest of PyTorch's back ends, with the log-sum-exp of each row of scores.
 
-The results are softmax(Q K^T scale + mask) V and L = log(sum(exp(...))) of each row. The back ends are flash (Dao 2023,
-"FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021). For more than a few
-hundred positions, attention is bound by flops. `attention_plan` names the back end of a call and the reason.
+The scores are S = Q K^T scale + mask. The results are softmax(S) V and L = log(sum(exp(S))) of each row. The back ends
+are flash (Dao 2023, "FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021).
+For more than a few hundred positions, attention is bound by flops. `attention_plan` names the back end of a call and
+the reason.
 
-The gradient with respect to L: dS = P (dO V^T - delta + dL), where P are the probabilities and delta = rowsum(dO O).
-The back ends compute delta from dO and O, and use O for nothing else. So the operator replaces O by an O' with
-rowsum(dO O') = delta - dL:
+The gradient of the scores, given the gradients dO and dL: dS = P (dO V^T - delta + dL), where P are the probabilities
+and delta = rowsum(dO O). The back ends compute delta from dO and O, and use O for nothing else. So the operator
+replaces O by an O' with rowsum(dO O') = delta - dL:
 
     O' = O - dL dO / |dO|^2
 
@@ -45,8 +46,9 @@ from rooftop.launch.triton_launch import launch, require_triton
 def attention_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out (B, H, S_q, D_v), L (B, H, S_q)) in plain PyTorch, in float32 or float64. If there are no keys, out
-    is 0 and L is -inf."""
+    """Compute (out (B, H, S_q, D_v), log-sum-exp (B, H, S_q)) in plain PyTorch, with float32 or float64 intermediates.
+    If there are no keys, out is 0 and the log-sum-exp is -inf.
+    """
     scores, _, values = scores_of(query, key, value, mask, is_causal, scale)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
     return (_probabilities(scores, lse) @ values).to(query.dtype), lse
@@ -344,8 +346,8 @@ class AttentionBackward(NamedTuple):
         return *_gradients_of(query, key, value, mask, self.is_causal), dmask
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of the matrix products for scores and for the gradients of queries, keys, values and weights. Each pair
-        of a query and a key adds 6 flops for the softmax, and 1 if there is a mask.
+        """Flops of the matrix products for scores and for the gradients of queries, keys, values and attention weights.
+        Each pair of a query and a key adds 6 flops for the softmax, and 1 if there is a mask.
         """
         flops = _flops(self, 3 * self.query.shape[3] + 2 * self.value.shape[3], 6)
         written = made if self.mask is not None and self.mask_gradient else made[:3]

@@ -38,8 +38,8 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_
 
 @dataclass(frozen=True)
 class Rule:
-    """An order of preference for attention calls that meet all conditions below. The first back end in `order` that can
-    compute the call is used.
+    """An order of preference for attention calls that meet the conditions in all other fields. The first back end in
+    `order` that can compute the call is used.
     """
 
     direction: Direction
@@ -86,7 +86,8 @@ class AttentionPlan:
 def plan_of(shape: Shape, device: torch.device, direction: Direction, settings: bool = True) -> AttentionPlan:
     """Choose the back end for a call of this shape on a device.
 
-    With `settings`, back ends that PyTorch's settings disable (such as `torch.nn.attention.sdpa_kernel`) are excluded.
+    With `settings`, back ends that are disabled in PyTorch (for example by `torch.nn.attention.sdpa_kernel`) are
+    excluded.
     """
     if device.type != "cuda":
         return AttentionPlan("reference", f"on {device.type}")

@@ -186,7 +186,7 @@ class MergeAttentionStatesBackward(NamedTuple):
 
 
 class MergeAttentionStatesInPlace(NamedTuple):
-    """Merge both parts into (out, lse), in place."""
+    """Merge (part, part_lse) into (out, lse), in place."""
 
     out: Tensor
     lse: Tensor
@@ -270,7 +270,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     """Merge the attention results of a part of the keys into `out` and `lse`, in place and without gradients.
 
     Args:
-        out, lse: (B, H, S, D) and (B, H, S); views with contiguous features.
+        out, lse: (B, H, S, D) and (B, H, S); the features of `out` must be contiguous.
         part, part_lse: tensors of the same shapes.
     """
     rows = lse.contiguous()

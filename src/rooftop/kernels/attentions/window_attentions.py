@@ -54,8 +54,8 @@ def window_attention_reference(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute window attention (B, H, W, C) in plain PyTorch, in float32 (float64 for float64). Dropout of weights uses
-    PyTorch's random numbers.
+    """Compute window attention (B, H, W, C) in plain PyTorch, in float32 (float64 for float64). Dropout of attention
+    weights uses PyTorch's random numbers.
     """
     query, key, value = _cut_heads(query_key_value, padding, heads, window, shift)
     mask = _shift_mask(query_key_value, window, shift)
@@ -381,8 +381,8 @@ class WindowAttentionBackward(NamedTuple):
         return _sizes(self.query_key_value, *self[5:])
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of the matrix products for scores and for the gradients of weights, queries, keys and values. Each pair
-        of positions adds 6 flops for the softmax and 2 for the bias.
+        """Flops of the matrix products for scores and for the gradients of attention weights, queries, keys and values.
+        Each pair of positions adds 6 flops for the softmax and 2 for the bias.
 
         Cosine attention adds 8 for each element of queries and of keys, and 4 for each pair.
         """
@@ -439,7 +439,7 @@ def window_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention within windows of a map. The map is shifted cyclically by (-h, -w) before it is cut into windows, and
+    """Attention within windows of a map. The map is shifted cyclically by -`shift` before it is cut into windows, and
     shifted back afterwards.
 
     Args:
@@ -470,8 +470,8 @@ def window_attention(
 
     Raises:
         TypeError: a tensor is not dense or has a wrong dtype, or scale or dropout is not a number.
-        ValueError: shapes or devices do not match, the shift exceeds the window, both scales are given, a scale is not
-            finite, or dropout is not a probability.
+        ValueError: shapes or devices do not match, the shift is not below the window's size, both scales are given, a
+            scale is not finite, or dropout is not a probability.
         NotImplementedError: forward-mode differentiation or a second derivative, if dropout is 0.
     """
     _check(query_key_value, bias, heads, window, shift, padding, cosine_scale, scale)

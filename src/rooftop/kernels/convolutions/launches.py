@@ -160,8 +160,8 @@ def dense(t: Tensor) -> Tensor:
 def finish(
     sums: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, y: Tensor, before: Tensor | None
 ) -> None:
-    """Compute y = activation(sums + bias + residual), (N, O, OH, OW). All tensors are contiguous, or all are channels
-    last.
+    """Compute y = activation(sums + bias + residual), (N, O, OH, OW). `sums`, y and `before` must all be contiguous, or
+    all be channels last.
     """
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_finish
 

@@ -370,7 +370,7 @@ def _predicted(problem: Problem, library: Backend) -> ConvPlan:
 
 
 def fitted(tile: ConvTile, problem: Problem) -> ConvTile:
-    """Adapt a tile from the tables to a convolution. The result has no more columns or channels per step than the
+    """Adapt a tile from the tables to a convolution. The adapted tile has no more columns or channels per step than the
     convolution needs, and no empty part of K. Its kernel is "gathered" if TMA cannot copy the operands.
     """
     geometry = problem.geometry

@@ -1,9 +1,9 @@
 """Generate the Triton source of one kernel from an elementwise expression, given dtypes and a class of memory layouts.
 
-A kernel has one of two forms. The flat form steps through all tensors in the same way. The tiled form has rows and
-columns; it is for broadcast or strided tensors, and for results that are summed. A class of memory layouts states along
-which dimensions each tensor has a nonzero stride, and which tensors are contiguous. Sizes and strides are arguments of
-the kernel.
+A kernel has one of two forms. The flat form computes one index, which it uses for all tensors. The tiled form has rows
+and columns; it is for broadcast or strided tensors, and for results that are summed. A class of memory layouts states
+along which dimensions each tensor has a nonzero stride, and which tensors are contiguous. Sizes and strides are
+arguments of the kernel.
 """
 
 from __future__ import annotations

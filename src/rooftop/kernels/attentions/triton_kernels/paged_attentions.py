@@ -1,4 +1,4 @@
-"""Triton kernels of attention over pages of keys and values; `paged_attentions.py` has the operator."""
+"""Triton kernels of attention over pages of keys and values; `../paged_attentions.py` has the operator."""
 
 from __future__ import annotations
 

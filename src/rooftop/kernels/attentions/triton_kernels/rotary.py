@@ -1,4 +1,4 @@
-"""The Triton kernel of rotary position embeddings; `rotary.py` has the operators."""
+"""The Triton kernel of rotary position embeddings; `../rotary.py` has the operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of window attention; `window_attentions.py` has the operator.
+"""The Triton kernels of window attention; `../window_attentions.py` has the operator.
 
 A program computes one head: in forward for QUERIES positions of one window, in backward for several whole windows, one
 after another. Position n of a window is in row n // WINDOW_W and column n % WINDOW_W of the window. On the map, the
@@ -50,7 +50,7 @@ def window_attention_forward(
 @triton.jit
 def window_attention_backward(
     dout, packed, bias, padding, cosine_scale,  # inputs as in forward; dout (B, H, W, heads, D)
-    dpacked, dbias, dpadding, dscale,  # dpacked as packed; the others are float32 sums of P programs: (P, heads, N, N), (P, 3, heads, D), (P, heads)
+    dpacked, dbias, dpadding, dscale,  # as packed; float32 sums: (P, heads, N, N), (P, 3, heads, D), (P, heads)
     heads, height, width, down, across, windows, shift_h, shift_w, scale,
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,

@@ -22,8 +22,8 @@ With SPLIT > 1, SPLIT programs share the steps through K of each tile. Each prog
 program that finishes last adds the sums of all programs in the order of their parts of K. No sum uses atomics, so
 results are deterministic.
 
-`conv_act_finish` computes the operations after a convolution by cuDNN. `conv_act_pack` copies images of few channels so
-that a line of a window is contiguous in memory.
+After a convolution that cuDNN computes, `conv_act_finish` computes the operations that follow it. `conv_act_pack`
+copies images of few channels so that a line of a window is contiguous in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton kernels of sparse convolution; `sparse_convs.py` has the operator and explains the kernels.
+"""Triton kernels of sparse convolution; `../sparse_convs.py` has the operator and explains the kernels.
 
 A neighbour table has a row for each result and a column for each tap of the window. An element is the site at that tap,
 or -1. Out-of-range sites count as -1. WIDE: some memory offset needs 64 bits.
