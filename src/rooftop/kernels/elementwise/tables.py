@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FlatConfig:
-    """Launch parameters of kernels that step through all tensors alike: elements and warps of a program. They are for
-    kernels that read and write up to `element_bytes` bytes per element, summed over all tensors.
+    """Launch parameters of kernels that compute one index for all tensors: elements and warps of a program. They are
+    for kernels that read and write up to `element_bytes` bytes per element, summed over all tensors.
     """
 
     element_bytes: int

@@ -105,7 +105,7 @@ def interpolate(features: Tensor, points: Tensor) -> Tensor:
 def interpolate_backward(
     gradient: Tensor, features: Tensor, points: Tensor, dfeatures: Tensor, dpoints: Tensor, mask: list[bool]
 ) -> None:
-    """Write the gradients that `mask` requests. All tensors are contiguous and none is empty."""
+    """Write the gradients that `mask` requests. All tensors must be contiguous, and none may be empty."""
     require_triton()
     from rooftop.kernels.lookups.triton_kernels.interpolations import trilinear_backward
 

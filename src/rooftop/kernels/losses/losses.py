@@ -329,7 +329,7 @@ class ScaleGradientInPlace(NamedTuple):
         return None
 
     def cost(self, made: None) -> Cost:
-        """Only the factor counts as read: if it is 1, the kernel does not read or write the gradient."""
+        """Only the factor counts as read, as if it were 1: the kernel then does not read or write the gradient."""
         return Cost(distinct_bytes([self.factor]))
 
 
