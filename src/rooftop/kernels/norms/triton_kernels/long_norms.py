@@ -1,12 +1,13 @@
-"""Triton kernels of layer norm and RMS norm for rows that do not fit a program's registers; `norms.py` has shared
-functions.
+"""Triton kernels of layer norm and RMS norm for rows that do not fit a program's registers; `triton_kernels/norms.py`
+has shared functions.
 
 Forward reads a row twice. The second pass runs from the end of the row to its beginning, so that it starts with the
 elements that the first pass read last and that are still in L2. Backward has two kernels. The first kernel computes
 sums along rows. The second kernel uses the sums of the first kernel, computes dx in blocks of columns, and sums over
 rows.
 
-SHIFT: rows are not aligned to 16 bytes, so the kernel loads the groups of eight elements that enclose a row (norms.py).
+SHIFT: rows are not aligned to 16 bytes, so the kernel loads the groups of eight elements that enclose a row (see
+`triton_kernels/norms.py`).
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def norm_row_sums(
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the means along long rows that dx needs: the mean of dy * weight, and the mean of dy * weight times the
-    normalized x. In a layer norm of float32 rows, also compute the rounding error of the mean of x (norms.py).
+    normalized x. In a layer norm of float32 rows, also compute the rounding error of the mean of x (see
+    `triton_kernels/norms.py`).
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
