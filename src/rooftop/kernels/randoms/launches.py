@@ -36,7 +36,7 @@ def drop(
     x: Tensor, y: Tensor, dropped: int, scale: float, key: int, step: int | Tensor, sizes: list[int],
     strides: list[int], offset: int,
 ) -> None:  # fmt: skip
-    """Write x * scale to y, or 0 for elements whose random word is below `dropped`. x and y are contiguous."""
+    """Write x * scale to y, or 0 for elements whose random word is below `dropped`. x and y must be contiguous."""
     require_triton()
     from rooftop.kernels.randoms.triton_kernels import dropout_tile
 

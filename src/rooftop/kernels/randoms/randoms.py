@@ -366,8 +366,8 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
 
     Raises:
         TypeError: x is not a dense tensor or its dtype is not supported, or an argument has a wrong type or dtype.
-        ValueError: p, key or step is out of range, the sizes of box and x differ, or the box needs more than four
-            dimensions.
+        ValueError: p, key or step is out of range, box and x differ in their number of elements, or the box needs more
+            than four dimensions.
         NotImplementedError: forward-mode differentiation.
     """
     check_tensors("counter_dropout", FLOATS, x=x)
