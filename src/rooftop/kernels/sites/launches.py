@@ -1,10 +1,10 @@
 """Launch the kernels of sparse convolution, and prepare the row orders and pair lists that they need.
 
 In half precision, a convolution reads `2 * C` bytes of features for each pair, and `2 * C * O` bytes of weight for each
-tap of a tile of rows, all from L2. With taller tiles, the kernel reads the weight less often. If rows with similar
-neighbours share a tile, the tile has fewer taps, and the kernel reads the weight less often. If a table is stored in
-the order in which the kernel reads it, each read of the table is contiguous. `docs/measurements/kernels-sites.md`
-explains what bounds the kernels.
+tap of a tile of rows, all from L2. With taller tiles, the kernel reads the weight less often. If rows that have
+neighbours at similar taps share a tile, the tile has fewer taps, and the kernel reads the weight less often. If a table
+is stored in the order in which the kernel reads it, each read of the table is contiguous.
+`docs/measurements/kernels-sites.md` explains what bounds the kernels.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class SoftmaxPlan:
             PyTorch).
         kernel: name of the kernel; empty if nothing is launched.
         grid: number of programs of a Triton kernel.
-        sizes: the Triton kernel's arguments after its tensors: rows, then columns and their stride in groups of UNIT
-            elements.
+        sizes: the Triton kernel's arguments after its tensors: number of rows; then, in groups of UNIT elements, number
+            of columns and stride between rows.
         constants: the Triton kernel's constants, and its number of warps.
         clusters: the launch of a cluster kernel; None for other kernels.
         reason: why this plan was chosen.
