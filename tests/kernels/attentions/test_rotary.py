@@ -188,7 +188,7 @@ X, (COS, SIN) = torch.zeros(2, 3, 4, 8), tables(6, 4)
     [
         ({"x": [1.0]}, TypeError, "x must be a tensor, got list"),
         ({"x": torch.zeros(4, 8, dtype=torch.int64)}, TypeError, "x must be bfloat16"),
-        ({"x": torch.zeros(8)}, ValueError, r"expected x of shape \(B, H, S, D\), got \(8,\)"),
+        ({"x": torch.zeros(8)}, ValueError, r"expected x of shape \(B, H, S, D\), \(H, S, D\) or \(S, D\), got \(8,\)"),
         ({"cos": torch.zeros(6, 8), "sin": torch.zeros(6, 8)}, ValueError, r"give cos\[..., :4\]"),
         ({"sin": torch.zeros(5, 4)}, ValueError, "cos and sin of one shape"),
         ({"cos": COS.to("meta")}, ValueError, "x is on cpu, cos on meta"),

@@ -291,8 +291,8 @@ def paged_attention(
     no_tangents("paged_attention", query, keys, values, instead="attention")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, keys, values)):
         raise NotImplementedError(
-            "paged_attention has no gradient: query, keys and values must not require one; for training use attention, "
-            "for inference call paged_attention under torch.no_grad()"
+            "paged_attention has no gradient: query, keys and values must not require one; use attention for "
+            "training, or call paged_attention under torch.no_grad()"
         )
     factor = 1 / math.sqrt(max(1, query.shape[2])) if scale is None else float(scale)
     out: Tensor = _paged_attention(query, keys, values, pages, lengths, factor, positions, window)
@@ -318,8 +318,8 @@ def _check(tensors: dict[str, Tensor]) -> None:
         raise ValueError(f"{name}: the {kv_heads} heads of keys must divide the {heads} heads of query")
     if pages.dim() != 2 or pages.shape[0] != query.shape[0] or tensors["lengths"].shape != query.shape[:1]:
         raise ValueError(
-            f"{name}: a query of {query.shape[0]} sequences needs pages ({query.shape[0]}, W) and lengths "
-            f"({query.shape[0]},), got {tuple(pages.shape)} and {tuple(tensors['lengths'].shape)}"
+            f"{name}: expected pages ({query.shape[0]}, W) and lengths ({query.shape[0]},) for the "
+            f"{query.shape[0]} sequences of query, got {tuple(pages.shape)} and {tuple(tensors['lengths'].shape)}"
         )
 
 

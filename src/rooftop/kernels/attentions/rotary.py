@@ -363,7 +363,9 @@ def _check_offset(name: str, x: Tensor, table_positions: int, offset: int | Tens
             raise TypeError(f"{name}: offset must be an int or a tensor, got {offset!r}")
         first, last = offset, offset + positions
     if first < 0 or last > table_positions:
-        raise ValueError(f"{name}: positions {first} to {last - 1} are not all in tables of {table_positions} positions")
+        raise ValueError(
+            f"{name}: positions {first} to {last - 1} are not all in tables of {table_positions} positions"
+        )
 
 
 def _check_in_place(name: str, names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> None:

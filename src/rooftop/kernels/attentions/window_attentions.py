@@ -213,7 +213,8 @@ def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, s
 
 
 def _block(size: int) -> int:
-    """The smallest power of two that is at least `size` and at least 16, the smallest operand of a matrix instruction.
+    """The smallest power of two that is at least `size` and 16. (The operands of matrix instructions have sides of at
+    least 16.)
     """
     return max(16, power_of_two(size))
 

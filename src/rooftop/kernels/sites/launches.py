@@ -89,8 +89,7 @@ def _weight_tile(
 
 
 def _power_of_two(channels: int) -> int:
-    """The smallest power of two that is at least `channels` and at least 16, the smallest side of a tile in a product.
-    """
+    """The smallest power of two that is at least `channels` and 16. (Tiles in a product have sides of at least 16.)"""
     return max(16, power_of_two(channels))
 
 
