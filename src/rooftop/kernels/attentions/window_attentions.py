@@ -213,8 +213,8 @@ def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, s
 
 
 def _block(size: int) -> int:
-    """The smallest power of two that is at least `size` and 16. (The operands of matrix instructions have sides of at
-    least 16.)
+    """The smallest power of two that is at least max(size, 16); operands of matrix instructions have sides of at least
+    16.
     """
     return max(16, power_of_two(size))
 

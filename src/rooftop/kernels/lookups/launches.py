@@ -47,7 +47,7 @@ def add_rows(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
 
 
 def _add_few(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
-    """Sum the rows of dy of each token, for few tokens: each program finds and adds the rows of dy of one token."""
+    """Sum each token's rows of dy, for few tokens: each program finds and adds the rows of one token."""
     from rooftop.kernels.lookups.triton_kernels.embeddings import add_equal
 
     (rows, width), items, config = table.shape, tokens.numel(), tables.FEW
@@ -58,9 +58,7 @@ def _add_few(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
 
 
 def _add_sorted(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
-    """Sum the rows of dy of each token, for many tokens: sort the tokens, then add the rows in each run of equal
-    tokens.
-    """
+    """Sum each token's rows of dy, for many tokens: sort the tokens, then add the rows in each run of equal tokens."""
     from rooftop.kernels.lookups.triton_kernels.embeddings import add_runs
 
     (rows, width), runs = table.shape, tables.RUNS

@@ -102,8 +102,8 @@ def _as_steps(x: Tensor, memory_format: torch.memory_format) -> Tensor:
 
 
 def _empty(gates: Tensor, steps: int, channels: int, dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor (steps, N, channels, H, W) in the memory format of the gates. For zero steps the tensor is
-    empty.
+    """Allocate a tensor (steps, N, channels, H, W) in the memory format of the gates. For zero steps the tensor has the
+    shape (0,).
     """
     if steps == 0:
         return gates.new_empty(0, dtype=dtype)

@@ -101,7 +101,7 @@ ALL = (
 )
 GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # for the gradient: bytes of a tile of x, and warps of a program
 SHARE_ELEMENTS = 1 << 15  # `share_gradient`: maximum elements per tile
-SHARE_WIDTH_BYTES = 128  # `share_gradient`: minimum bytes of a tile's row, if the kept dimension is contiguous
+SHARE_WIDTH_BYTES = 128  # `share_gradient`: minimum bytes of a tile along the kept dimension, if it is contiguous
 SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # `share_gradient`: bytes per tile, and minimum number of warps
 # Maximum number of elements per thread. The sizes of tiles above are in bytes, so without this limit a tile of one-byte
 # elements would need too many registers for its accumulators of 4 or 8 bytes.

@@ -89,7 +89,7 @@ def _weight_tile(
 
 
 def _power_of_two(channels: int) -> int:
-    """The smallest power of two that is at least `channels` and 16. (Tiles in a product have sides of at least 16.)"""
+    """The smallest power of two that is at least max(channels, 16); tiles in a product have sides of at least 16."""
     return max(16, power_of_two(channels))
 
 

@@ -1,18 +1,18 @@
 """Pooling over sites: out[m] = the maximum, or the mean, of features[neighbours[m, t]] over the taps t with a
 neighbour.
 
-The operators compute the same as spconv's SparseMaxPool and SparseAvgPool, except for two errors of spconv, from a
-rulebook's table of neighbours. The operators are bound by memory. A program computes some rows and columns of the
-result in a loop over the taps, and loads several rows of features at the same time. The mean divides by the number of a
-result's neighbours instead of the size of the window.
+From a rulebook's table of neighbours, the operators compute the same as spconv's SparseMaxPool and SparseAvgPool, apart
+from two errors of spconv (see below). The operators are bound by memory. A program computes some rows and columns of
+the result in a loop over the taps, and loads several rows of features at the same time. The mean divides by the number
+of a result's neighbours instead of the size of the window.
 
 Backward reads the reverse table: each site adds up the gradients of its results, in the order of the taps. Backward
 uses no scatter and no atomics, so results are deterministic. Each site that equals a maximum gets the whole gradient of
 the maximum, as in spconv, so the gradient does not depend on the order of rows. (In PyTorch, only the first maximum
 gets the gradient.)
 
-The two errors are in spconv 2.3: in spconv, a maximum is never below 0, and the gradient of a mean is multiplied by the
-number of neighbours instead of divided by it.
+spconv 2.3 has two errors that these operators do not have. In spconv, a maximum is never below 0, and the gradient of a
+mean is multiplied by the number of neighbours instead of divided by it.
 """
 
 from __future__ import annotations

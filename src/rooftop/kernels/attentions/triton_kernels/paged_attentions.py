@@ -33,8 +33,8 @@ def attend_pages(
     begin = length * 0
     if WINDOW:
         begin = tl.maximum(length - WINDOW, 0)
-    # Every part has the same whole number of tiles. Only the last part that has positions can end before; parts after
-    # it are empty.
+    # Every part has the same whole number of tiles. Only the last part that has positions can end earlier; the parts
+    # after it are empty.
     part = tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS
     first = begin + split * part
     last = tl.minimum(length, first + part)
