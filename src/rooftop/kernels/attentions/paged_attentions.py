@@ -197,8 +197,8 @@ def _attend(
 
 
 class PagedAttention(NamedTuple):
-    """The operator of `paged_attention`. `positions`: the number of positions that the queries of all sequences attend
-    to, added up, if known; only the cost depends on this number.
+    """The operator of `paged_attention`. `positions`: the total number of positions to which the queries of all
+    sequences attend; None if unknown. Only the cost depends on this number.
     """
 
     query: Tensor
@@ -261,8 +261,8 @@ def paged_attention(
         lengths: (B,) int32 or int64, the number of positions that each query attends to, from 0 to W * P. If a length
             is 0, the result of that query is 0.
         scale: factor of the scores; None: 1 / sqrt(D).
-        positions: the sum of `lengths`, or with a window the sum of the positions inside each window, if known. Only
-            the cost depends on `positions`. With None, the cost counts one position per sequence.
+        positions: the sum of `lengths`, or with a window the sum of min(length, window), if known. Only the cost
+            depends on `positions`. With None, the cost counts one position per sequence.
         window: each query attends only to the last `window` positions of its sequence; None: to all positions. Pages
             without such positions are not read, so their entries in `pages` may have any values.
 

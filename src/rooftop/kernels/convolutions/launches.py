@@ -63,7 +63,7 @@ def plan_of(
 
 
 def has_cudnn(x: Tensor) -> bool:
-    """Whether cuDNN can be called with this tensor."""
+    """Whether x is on a GPU, and cuDNN is available and enabled."""
     return x.is_cuda and torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled
 
 

@@ -236,7 +236,7 @@ class Problem(NamedTuple):
         keep: whether the kernel also writes the input of the activation.
         device, kernels: the device type, and whether Triton's kernels run on the device.
         channels_last: whether x is channels last.
-        copied: whether tensor descriptors can describe x and the result (`launches.copied`).
+        copied: whether a kernel can copy all operands by TMA (`launches.copied`).
         cudnn: whether one call of cuDNN can compute the whole operator: on a GPU, if the activation is relu.
     """
 

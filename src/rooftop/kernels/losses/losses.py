@@ -63,8 +63,8 @@ def _checked(arguments: Sequence[Any]) -> str | None:
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Check that all targets are classes. On a CPU the check always runs; on a GPU the check runs only with
-    ROOFTOP_CHECK=1, because the check waits for the GPU.
+    """Check that all targets are classes or `ignore_index`. On a CPU the check always runs; on a GPU the check runs
+    only with ROOFTOP_CHECK=1, because the check waits for the GPU.
     """
     if target.device.type != "cpu" and os.environ.get("ROOFTOP_CHECK") != "1":
         return

@@ -27,7 +27,9 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 
 
 def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> WordConstants:
-    """Launch parameters of `sparse_conv_rows` for M results with O channels, and operands with C channels."""
+    """Launch parameters of `sparse_conv_rows` for `rows` results of `out_channels` channels, from rows of `channels`
+    channels.
+    """
     table = tables.SINGLE if features.dtype == torch.float32 else tables.HALF
     find = _rows_tile.__wrapped__ if type(rows) is Count else _rows_tile
     return find(table, rows, out_channels, channels, processors(features))

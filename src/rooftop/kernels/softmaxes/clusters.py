@@ -91,7 +91,7 @@ class Rows(NamedTuple):
 
     Attributes:
         dtypes: dtypes of the tensors that are read, then the dtype of the result.
-        starts: for each tensor, (address of the first row, distance between rows), in bytes modulo 16.
+        starts: for each tensor, (address of the first row, row stride), both in bytes modulo 16.
     """
 
     columns: int
@@ -100,8 +100,8 @@ class Rows(NamedTuple):
 
 
 def start_of(rows: Tensor) -> tuple[int, int]:
-    """The alignment of the rows of a tensor (M, N), for `Rows.starts`: the address of the first row modulo 16 bytes,
-    and the distance between rows modulo 16 bytes.
+    """The alignment of the rows of a tensor (M, N), for `Rows.starts`: the address of the first row and the row stride,
+    both in bytes modulo 16.
     """
     return rows.data_ptr() % GROUP_BYTES, rows.stride(0) * rows.element_size() % GROUP_BYTES
 

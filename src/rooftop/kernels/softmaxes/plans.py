@@ -63,7 +63,7 @@ class Problem(NamedTuple):
     Attributes:
         rows, columns: number of rows, and number of columns in each row.
         read, made: dtypes of x (in backward: of dy and y), and the dtype of the result.
-        stride: elements between rows of x (in backward: of dy).
+        stride: row stride of x (in backward: of dy), in elements.
         starts: `clusters.Rows.starts` of the tensors that are read.
         mask: 0 without a mask, 1 for a numeric mask, 2 for a boolean mask.
         normal: whether the scale is a normal float32. Cluster kernels need a normal scale, because they fill elements
