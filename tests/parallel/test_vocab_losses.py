@@ -317,7 +317,7 @@ def test_what_is_refused_is_so_on_every_rank(on_ranks: Run) -> None:
     first, second = on_ranks(2, refusals, limit_s=150.0)
     assert first == second
     expected = [
-        "target 15 at 0 is not a class: expected 0 to 14",
+        "target 15 at index 0 is not a class: expected 0 to 14",
         "a vocabulary of 17 over 2 ranks needs 9 columns on each rank, got 8",
         "expected target of shape (4,)",
         "expected logits (..., columns), got a scalar",

@@ -1,4 +1,4 @@
-"""Dense operators that run at or near the speed limit of the hardware, one package per family."""
+"""Operators that run at or near the speed limit of the hardware, one package per family."""
 
 from rooftop.kernels.attentions.attentions import attention, attention_plan
 from rooftop.kernels.attentions.paged_attentions import paged_attention

@@ -347,7 +347,7 @@ def test_cost_is_what_a_person_counts() -> None:
             "must be bfloat16, .* got torch.int",
         ),
         ({"query_key_value": torch.ones(5, 6, 24)}, ValueError, r"expected query_key_value of shape \(B, H, W, 3 C\)"),
-        ({"query_key_value": torch.ones(2, 5, 6, 27)}, ValueError, "C a multiple of 2 heads"),
+        ({"query_key_value": torch.ones(2, 5, 6, 27)}, ValueError, "C divisible by 2 heads"),
         ({"bias": None}, TypeError, "bias must be a tensor, got NoneType"),
         ({"bias": torch.eye(6).to_sparse()}, TypeError, "bias must be dense"),
         ({"bias": torch.ones(2, 6, 5)}, ValueError, r"expected bias of shape \(2, 6, 6\), got \(2, 6, 5\)"),

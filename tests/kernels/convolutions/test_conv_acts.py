@@ -621,9 +621,9 @@ def test_a_plan_says_what_is_taken_and_why() -> None:
         (
             {"weight": torch.ones(6, 4, 0, 3)},
             ValueError,
-            r"expected pixels, channels and a window of at least 1, got \(1, 4, 5, 5\) and \(6, 4, 0, 3\)",
+            r"every size of input and weight except N must be at least 1, got \(1, 4, 5, 5\) and \(6, 4, 0, 3\)",
         ),
-        ({"weight": torch.ones(0, 4, 3, 3)}, ValueError, "expected pixels, channels and a window"),
+        ({"weight": torch.ones(0, 4, 3, 3)}, ValueError, "every size of input and weight except N"),
         ({"input": torch.ones(1, 4, 0, 5), "padding": 2}, ValueError, r"at least 1, got \(1, 4, 0, 5\) and"),
         ({"weight": torch.ones(6, 4, 6, 6)}, ValueError, "the window does not fit into the input, .*: pad"),
         ({"bias": torch.ones(4)}, ValueError, r"expected bias of shape \(6,\), got \(4,\)"),

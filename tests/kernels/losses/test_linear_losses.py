@@ -321,7 +321,7 @@ def test_cost_is_what_a_person_counts() -> None:
         ({"weight": torch.randn(5, 4).bfloat16()}, TypeError, "weight torch.bfloat16: cast one, or use autocast"),
         ({"bias": torch.randn(4)}, ValueError, r"expected bias of shape \(5,\)"),
         ({"target": torch.tensor([0, 1])}, ValueError, r"expected target of shape \(3,\), got \(2,\)"),
-        ({"target": torch.tensor([0, 1, 5])}, ValueError, "target 5 at 2 is not a class"),
+        ({"target": torch.tensor([0, 1, 5])}, ValueError, "target 5 at index 2 is not a class"),
         ({"target": torch.rand(3)}, TypeError, "class indices of int64"),
         ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum'"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be a positive int, got 0"),

@@ -368,8 +368,8 @@ def test_cost_is_what_a_person_counts() -> None:
         ({"target": torch.rand(3, 4)}, TypeError, "class indices of int64, got torch.float32; for class probabilities"),
         ({"target": torch.ones(3, dtype=torch.int32)}, TypeError, r"got torch.int32; pass target.long\(\)"),
         ({"target": torch.zeros(4, dtype=torch.int64)}, ValueError, r"expected target of shape \(3,\)"),
-        ({"target": torch.tensor([0, 4, 1])}, ValueError, "target 4 at 1 is not a class: expected 0 to 3"),
-        ({"target": torch.tensor([0, 1, -1])}, ValueError, "target -1 at 2 is not a class"),
+        ({"target": torch.tensor([0, 4, 1])}, ValueError, "target 4 at index 1 is not a class: expected 0 to 3"),
+        ({"target": torch.tensor([0, 1, -1])}, ValueError, "target -1 at index 2 is not a class"),
         ({"input": torch.randn(3, 0)}, ValueError, "at least one class"),
         ({"weight": torch.ones(3)}, ValueError, r"expected class weights of shape \(4,\)"),
         ({"weight": torch.ones(4, device="meta")}, ValueError, "input is on cpu, weight on meta"),
@@ -426,7 +426,7 @@ def test_targets_that_are_no_class_are_nan_on_a_gpu(fused: bool, monkeypatch: py
     assert loss.isnan()
     assert torch.equal(dx.isnan().all(1).cpu(), torch.tensor([False, True, True, True, False]))
     monkeypatch.setenv("ROOFTOP_CHECK", "1")
-    with pytest.raises(ValueError, match="target 7 at 1 is not a class"):
+    with pytest.raises(ValueError, match="target 7 at index 1 is not a class"):
         cross_entropy(x, target)
 
 

@@ -209,7 +209,7 @@ def test_what_was_activated_gives_the_result_again(activation: str, dtype: torch
 def test_what_was_activated_is_given_where_backward_keeps_it() -> None:
     x, weight, bias, _ = operands(2, 3, 4)
     for activation in ("none", "relu", "sigmoid"):
-        with pytest.raises(ValueError, match=f"does not keep the value before '{activation}': use gelu"):
+        with pytest.raises(ValueError, match=f"backward of '{activation}' does not need .*: use one of gelu"):
             linear_act_and_before(x, weight, bias, activation)
     with pytest.raises(ValueError, match=r"must be one of none, relu.*did you mean gelu"):
         activation_of(x, "gleu")

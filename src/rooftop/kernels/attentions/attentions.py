@@ -1,12 +1,13 @@
 """Scaled dot-product attention by the fastest of PyTorch's back ends, with the log-sum-exp of each row of scores.
 
-The results are softmax(Q K^T scale + mask) V and L = log(sum(exp(...))) of each row. The back ends are flash (Dao 2023,
-"FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021). For more than a few
-hundred positions, attention is bound by flops. `attention_plan` names the back end of a call and the reason.
+The scores are S = Q K^T scale + mask. The results are softmax(S) V and L = log(sum(exp(S))) of each row. The back ends
+are flash (Dao 2023, "FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021).
+For more than a few hundred positions, attention is bound by flops. `attention_plan` names the back end of a call and
+the reason.
 
-The gradient with respect to L: dS = P (dO V^T - delta + dL), where P are the probabilities and delta = rowsum(dO O).
-The back ends compute delta from dO and O, and use O for nothing else. So the operator replaces O by an O' with
-rowsum(dO O') = delta - dL:
+The gradient of the scores, given the gradients dO and dL: dS = P (dO V^T - delta + dL), where P are the probabilities
+and delta = rowsum(dO O). The back ends compute delta from dO and O, and use O for nothing else. So the operator
+replaces O by an O' with rowsum(dO O') = delta - dL:
 
     O' = O - dL dO / |dO|^2
 
@@ -45,8 +46,9 @@ from rooftop.launch.triton_launch import launch, require_triton
 def attention_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out (B, H, S_q, D_v), L (B, H, S_q)) in plain PyTorch, in float32 or float64. If there are no keys, out
-    is 0 and L is -inf."""
+    """Compute (out (B, H, S_q, D_v), log-sum-exp (B, H, S_q)) in plain PyTorch, with float32 or float64 intermediates.
+    If there are no keys, out is 0 and the log-sum-exp is -inf.
+    """
     scores, _, values = scores_of(query, key, value, mask, is_causal, scale)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
     return (_probabilities(scores, lse) @ values).to(query.dtype), lse
@@ -92,8 +94,8 @@ def scores_of(
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """Attention probabilities; masked keys have probability 0. The function does not compute exp(scores - lse), because
-    the rounding of lse would cost accuracy.
+    """Attention probabilities. Masked keys have probability 0, also in rows in which all keys are masked. The function
+    does not compute exp(scores - lse), because the rounding of lse would cost accuracy.
     """
     return scores.softmax(-1).masked_fill((lse == -math.inf)[..., None], 0.0)
 
@@ -116,8 +118,8 @@ ALIGNMENT = 16  # bytes of a load; the back ends require rows whose size is a mu
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """The tensor, copied if needed, with contiguous features in each row. If the size of a row is a multiple of 16
-    bytes, the strides between rows are multiples of 16 bytes, too.
+    """Return x, or a copy, with stride 1 in the last dimension. If a row of x has a multiple of 16 bytes, all other
+    strides of the result are multiples of 16 bytes, too.
     """
     x, size = unit_features(x), x.element_size()
     strides = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
@@ -133,7 +135,7 @@ def _at_aligned_address(x: Tensor) -> Tensor:
 def _forward(
     backend: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, L) with a back end; the tensors may be fake."""
+    """Compute the output and the log-sum-exps with a back end. The arguments may be fake tensors."""
     if backend == "reference":
         return attention_reference(query, key, value, mask, is_causal, scale)
     query, key, value = (_aligned_rows(t) for t in (query, key, value))
@@ -149,7 +151,7 @@ def _forward(
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     found = aten._scaled_dot_product_efficient_attention(query, keys, values, bias, True, 0.0, is_causal, scale=scale)
     lse = found[1].narrow(-1, 0, query.shape[2])  # the memory-efficient back end pads lse to multiples of 32 queries
-    if mask is not None:  # if no key is visible, lse is +inf or 0, depending on the release of PyTorch
+    if mask is not None:  # for a query without visible keys, lse is +inf or 0, depending on the release of PyTorch
         sees = (mask if mask.dtype == torch.bool else mask != -math.inf).any(-1)
         lse = lse.masked_fill(~sees, -math.inf)
     return found[0], lse.contiguous()
@@ -179,13 +181,13 @@ def _backward(
             dout, query, key, value, out, lse, *lengths, 0.0, is_causal, seed, seed, scale=scale
         ), None
     if backend == "cudnn":
-        # PyTorch caches cuDNN's plans by the strides of the inputs alone, so out and dout must have the strides of
-        # PyTorch's own forward.
+        # PyTorch caches cuDNN's plans by the strides of the inputs alone, so out and dout must have the strides that
+        # PyTorch's own forward gives to out: those of query.
         dout, out = (_in_order_of(t, query) for t in (dout, out))
         return *aten._scaled_dot_product_cudnn_attention_backward(
             dout, query, key, value, out, lse.unsqueeze(-1), seed, seed, None, *lengths, 0.0, is_causal, scale=scale
         ), None
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel ignores the strides of out
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel assumes that out is stored as (B, S, H, D)
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     if mask is not None:  # without a mask, each row attends to at least one key
@@ -344,8 +346,8 @@ class AttentionBackward(NamedTuple):
         return *_gradients_of(query, key, value, mask, self.is_causal), dmask
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of the matrix products for scores and for the gradients of queries, keys, values and weights. Each pair
-        of a query and a key adds 6 flops for the softmax, and 1 if there is a mask.
+        """Flops of the matrix products for scores and for the gradients of queries, keys, values and attention weights.
+        Each pair of a query and a key adds 6 flops for the softmax, and 1 if there is a mask.
         """
         flops = _flops(self, 3 * self.query.shape[3] + 2 * self.value.shape[3], 6)
         written = made if self.mask is not None and self.mask_gradient else made[:3]
@@ -384,8 +386,8 @@ def _by_positions(x: Tensor) -> Tensor:
 
 
 def _laid_out(gradient: Tensor | None, target: Tensor) -> Tensor:
-    """The gradient with the strides of `target`, which the fake implementation promises. A gradient with other strides
-    is copied into `target`.
+    """Return the gradient with the strides of `target`: the fake implementation promises these strides. A gradient with
+    other strides is copied into `target`.
     """
     assert gradient is not None
     return gradient if gradient.stride() == target.stride() else target.copy_(gradient)

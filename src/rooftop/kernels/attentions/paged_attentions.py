@@ -62,8 +62,8 @@ def paged_attention_reference(
 
 
 def _gathered(stored: Tensor, pages: Tensor) -> Tensor:
-    """Gather the keys or values (B, H_k, W * P, D) at all positions of `pages` (B, W), in order. Where a page index is
-    outside the cache, the result is arbitrary.
+    """Gather the keys or values (B, H_k, W * P, D) at all positions of `pages` (B, W), in order. At the positions of a
+    page whose index is outside the cache, the result is arbitrary.
     """
     found = stored[pages.long().clamp(0, stored.shape[0] - 1)]  # (B, W, H_k, P, D)
     return found.transpose(1, 2).flatten(2, 3)
@@ -100,16 +100,16 @@ def _attend_one_by_one(
 
 
 def _attended(length: int, window: int | None, page: int) -> slice:
-    """The pages that a sequence's query reads, as a slice of the sequence's page table. `length`: positions of the
-    sequence; `page`: positions of a page.
+    """The pages that a sequence's query reads, as a slice of the sequence's page table. `length`: number of positions
+    of the sequence; `page`: number of positions in a page.
     """
     begin = 0 if window is None else max(0, length - window)
     return slice(begin // page, -(-length // page))
 
 
 def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
-    """The keys or values (H_k, T, D) at all positions in the pages `own` of a cache (N, H_k, P, D). If the pages of the
-    sequence are adjacent, as in a new cache, the function slices the cache instead of copying pages by index.
+    """The keys or values (H_k, T, D) at all positions in the pages `own` of a cache (N, H_k, P, D). If the page indices
+    in `own` are consecutive, as in a new cache, the function slices the cache instead of copying pages by index.
     """
     if len(own) == 1:
         return stored[own[0]]
@@ -197,8 +197,8 @@ def _attend(
 
 
 class PagedAttention(NamedTuple):
-    """The operator of `paged_attention`. `positions`: the number of positions that the queries of all sequences attend
-    to, added up, if known; only the cost depends on this number.
+    """The operator of `paged_attention`. `positions`: the total number of positions to which the queries of all
+    sequences attend; None if unknown. Only the cost depends on this number.
     """
 
     query: Tensor
@@ -261,8 +261,8 @@ def paged_attention(
         lengths: (B,) int32 or int64, the number of positions that each query attends to, from 0 to W * P. If a length
             is 0, the result of that query is 0.
         scale: factor of the scores; None: 1 / sqrt(D).
-        positions: the sum of `lengths`, or with a window the sum of the positions inside each window, if known. Only
-            the cost depends on `positions`. With None, the cost counts one position per sequence.
+        positions: the sum of `lengths`, or with a window the sum of min(length, window), if known. Only the cost
+            depends on `positions`. With None, the cost counts one position per sequence.
         window: each query attends only to the last `window` positions of its sequence; None: to all positions. Pages
             without such positions are not read, so their entries in `pages` may have any values.
 
@@ -292,7 +292,7 @@ def paged_attention(
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, keys, values)):
         raise NotImplementedError(
             "paged_attention has no gradient: query, keys and values must not require one; use attention for "
-            "training, or call it under torch.no_grad()"
+            "training, or call paged_attention under torch.no_grad()"
         )
     factor = 1 / math.sqrt(max(1, query.shape[2])) if scale is None else float(scale)
     out: Tensor = _paged_attention(query, keys, values, pages, lengths, factor, positions, window)
@@ -318,8 +318,8 @@ def _check(tensors: dict[str, Tensor]) -> None:
         raise ValueError(f"{name}: the {kv_heads} heads of keys must divide the {heads} heads of query")
     if pages.dim() != 2 or pages.shape[0] != query.shape[0] or tensors["lengths"].shape != query.shape[:1]:
         raise ValueError(
-            f"{name}: expected pages ({query.shape[0]}, W) and lengths ({query.shape[0]},) beside query, "
-            f"got {tuple(pages.shape)} and {tuple(tensors['lengths'].shape)}"
+            f"{name}: expected pages ({query.shape[0]}, W) and lengths ({query.shape[0]},) for the "
+            f"{query.shape[0]} sequences of query, got {tuple(pages.shape)} and {tuple(tensors['lengths'].shape)}"
         )
 
 

@@ -74,7 +74,7 @@ def attention_part_backward_reference(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients in plain PyTorch, in float32 or float64."""
+    """Compute `attention_part_backward` in plain PyTorch, with float32 or float64 intermediates."""
     scores, keys, values = scores_of(query, key, value, mask, is_causal, scale)
     weights = (scores - lse[..., None]).exp().masked_fill((lse == -math.inf)[..., None], 0.0)
     gradient = dout.to(scores.dtype)

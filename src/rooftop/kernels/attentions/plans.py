@@ -38,8 +38,8 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_
 
 @dataclass(frozen=True)
 class Rule:
-    """An order of preference for attention calls that meet all conditions below. The first back end in `order` that can
-    compute the call is used.
+    """An order of preference for attention calls that meet the conditions in all other fields. The first back end in
+    `order` that can compute the call is used.
     """
 
     direction: Direction
@@ -52,8 +52,8 @@ class Rule:
 
 # Measured on an H200 at 64 to 16384 positions of 32 to 128 features (benchmarks/results/h200/tune_attentions.json).
 # cuDNN's kernels, which use Hopper's matrix instructions, are the fastest in forward and backward, causal or not. Next
-# fastest is flash-2, which does not use these instructions, and then the memory-efficient kernels. For few positions
-# with few features, the memory-efficient kernels are the fastest.
+# fastest is flash-2, which does not use these instructions, and then the memory-efficient kernels. With fewer than
+# about 128 queries and up to 64 features, the memory-efficient kernels are the fastest.
 _CUDNN_FIRST, _EFFICIENT_FIRST = ("cudnn", "flash", "efficient"), ("efficient", "cudnn", "flash")
 RULES = (
     Rule("forward", _CUDNN_FIRST, capability=(9, 0), least_positions=128),
@@ -86,7 +86,8 @@ class AttentionPlan:
 def plan_of(shape: Shape, device: torch.device, direction: Direction, settings: bool = True) -> AttentionPlan:
     """Choose the back end for a call of this shape on a device.
 
-    With `settings`, back ends that PyTorch's settings disable (such as `torch.nn.attention.sdpa_kernel`) are excluded.
+    With `settings`, back ends that are disabled in PyTorch (for example by `torch.nn.attention.sdpa_kernel`) are
+    excluded.
     """
     if device.type != "cuda":
         return AttentionPlan("reference", f"on {device.type}")

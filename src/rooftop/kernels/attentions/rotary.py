@@ -275,7 +275,7 @@ def _apply(
     offset: int | Tensor,
     inplace: bool,
 ) -> list[Tensor]:
-    """Check the arguments of `rope` or `rope_pair`, and return the rotated tensors in their own shapes."""
+    """Check the arguments of `rope` or `rope_pair`, and return the rotated tensors in the shapes of the arguments."""
     _check(name, tensors, cos, sin, offset, inplace)
     no_tangents(name, *tensors, instead="the formula in plain PyTorch")
     whole = [_unsqueezed(t) if inplace or t.dim() == 4 else t.reshape((1,) * (4 - t.dim()) + t.shape) for t in tensors]
@@ -303,7 +303,9 @@ def _check(
     check_tensors(name, FLOATS, **dict(zip(names, tensors, strict=True)), cos=cos, sin=sin)
     for argument, tensor in zip(names, tensors, strict=True):
         if not 2 <= tensor.dim() <= 4:
-            raise ValueError(f"{name}: expected {argument} of shape (B, H, S, D), got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name}: expected {argument} of shape (B, H, S, D), (H, S, D) or (S, D), got {tuple(tensor.shape)}"
+            )
     if len(tensors) > 1:
         _check_pair(name, *tensors)
     _check_tables(name, names[0], x, cos, sin)
@@ -324,7 +326,7 @@ def _check_pair(name: str, query: Tensor, key: Tensor) -> None:
 
 def _check_tables(name: str, argument: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     batch = x.shape[0] if x.dim() == 4 else 1
-    # not `in (1, batch)`, which is False for a constant and a symbolic size
+    # not `cos.shape[0] in (1, batch)`: `in` finds no equal size if one of the sizes is symbolic
     fits = cos.dim() == 2 or (cos.dim() == 3 and (cos.shape[0] == 1 or cos.shape[0] == batch))
     if cos.shape != sin.shape or not fits:
         raise ValueError(
@@ -334,7 +336,9 @@ def _check_tables(name: str, argument: str, x: Tensor, cos: Tensor, sin: Tensor)
     pairs, width = cos.shape[-1], x.shape[-1]
     if 2 * pairs > width:
         repeated = f"; if the tables contain each angle twice, give cos[..., :{width // 2}]" if pairs == width else ""
-        raise ValueError(f"{name}: {pairs} pairs in tables are {2 * pairs} features, {argument} has {width}{repeated}")
+        raise ValueError(
+            f"{name}: tables of {pairs} pairs rotate {2 * pairs} features, {argument} has {width}{repeated}"
+        )
     if not 0 < pairs <= MOST_PAIRS:
         raise ValueError(f"{name}: tables must have 1 to {MOST_PAIRS} pairs, got {pairs}")
     if cos.requires_grad or sin.requires_grad:
@@ -346,7 +350,7 @@ def _check_offset(name: str, x: Tensor, table_positions: int, offset: int | Tens
     if isinstance(offset, Tensor):
         batch = x.shape[0] if x.dim() == 4 else 1
         if offset.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name}: offset must be integers, got {offset.dtype}")
+            raise TypeError(f"{name}: offset must be int32 or int64, got {offset.dtype}")
         if tuple(offset.shape) != (batch,) or offset.device != x.device:
             raise ValueError(
                 f"{name}: expected offset ({batch},) on {x.device}, got {tuple(offset.shape)} on {offset.device}"
@@ -359,7 +363,9 @@ def _check_offset(name: str, x: Tensor, table_positions: int, offset: int | Tens
             raise TypeError(f"{name}: offset must be an int or a tensor, got {offset!r}")
         first, last = offset, offset + positions
     if first < 0 or last > table_positions:
-        raise ValueError(f"{name}: positions {first} to {last - 1} are not in tables of {table_positions} positions")
+        raise ValueError(
+            f"{name}: positions {first} to {last - 1} are not all in tables of {table_positions} positions"
+        )
 
 
 def _check_in_place(name: str, names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> None:

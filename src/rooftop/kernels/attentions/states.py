@@ -186,7 +186,7 @@ class MergeAttentionStatesBackward(NamedTuple):
 
 
 class MergeAttentionStatesInPlace(NamedTuple):
-    """Merge both parts into (out, lse), in place."""
+    """Merge (part, part_lse) into (out, lse), in place."""
 
     out: Tensor
     lse: Tensor
@@ -252,9 +252,9 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
             means that the row attends to no keys of this part: the merge ignores that row of the part's output.
 
     Returns:
-        (out, lse). The output has the wider dtype of out_a and out_b, so that an output accumulated in float32 stays
-        float32. The output is 0 for rows that attend to no keys in either part. The arithmetic is done in the dtype of
-        the log-sum-exps.
+        (out, lse). The output has the dtype to which PyTorch promotes out_a and out_b, so that an output accumulated in
+        float32 stays float32. The output is 0 for rows that attend to no keys in either part. The arithmetic is done in
+        the dtype of the log-sum-exps.
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
@@ -270,7 +270,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     """Merge the attention results of a part of the keys into `out` and `lse`, in place and without gradients.
 
     Args:
-        out, lse: (B, H, S, D) and (B, H, S); views with contiguous features.
+        out, lse: (B, H, S, D) and (B, H, S); the features of `out` must be contiguous.
         part, part_lse: tensors of the same shapes.
     """
     rows = lse.contiguous()

@@ -86,7 +86,7 @@ class PagedConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-TILE_BYTES = 16384  # bytes of a tile's keys, and of its values: 64 positions of 128 features in half precision
+TILE_BYTES = 16384  # maximum bytes of a tile's keys, and of its values: 64 positions of 128 features in half precision
 MOST_KEYS = 64
 MOST_SUMS = 8192  # largest product of query heads and features in a program, limited by registers
 

@@ -35,7 +35,7 @@ from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
-MASKED = -100.0  # added to scores of positions that are not neighbours on the map: their weights become nearly 0
+MASKED = -100.0  # added to the score of two positions from different regions of the map: the weight becomes nearly 0
 PLAIN = "the formula in PyTorch (rooftop.kernels.attentions.window_attentions.window_attention_reference)"
 SHORTEST = 1e-12  # minimum norm by which vectors are divided, as in torch.nn.functional.normalize
 
@@ -54,8 +54,8 @@ def window_attention_reference(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute window attention (B, H, W, C) in plain PyTorch, in float32 (float64 for float64). Dropout of weights uses
-    PyTorch's random numbers.
+    """Compute window attention (B, H, W, C) in plain PyTorch, in float32 (float64 for float64). Dropout of attention
+    weights uses PyTorch's random numbers.
     """
     query, key, value = _cut_heads(query_key_value, padding, heads, window, shift)
     mask = _shift_mask(query_key_value, window, shift)
@@ -195,7 +195,7 @@ def config_of(table: Sequence[WindowConfig], positions: int, features: int) -> W
 
 
 def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes) -> WordConstants:
-    """The constants that the kernels of forward and backward share."""
+    """The constants of the forward kernel, which the backward kernel uses as well."""
     features = x.shape[3] // (3 * sizes.heads)
     covered = [size % window == 0 for size, window in zip(x.shape[1:3], sizes.window, strict=True)]
     return {
@@ -213,7 +213,9 @@ def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, s
 
 
 def _block(size: int) -> int:
-    """The next power of two, but at least 16, the smallest operand of a matrix instruction."""
+    """The smallest power of two that is at least max(size, 16); operands of matrix instructions have sides of at least
+    16.
+    """
     return max(16, power_of_two(size))
 
 
@@ -380,8 +382,8 @@ class WindowAttentionBackward(NamedTuple):
         return _sizes(self.query_key_value, *self[5:])
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of the matrix products for scores and for the gradients of weights, queries, keys and values. Each pair
-        of positions adds 6 flops for the softmax and 2 for the bias.
+        """Flops of the matrix products for scores and for the gradients of attention weights, queries, keys and values.
+        Each pair of positions adds 6 flops for the softmax and 2 for the bias.
 
         Cosine attention adds 8 for each element of queries and of keys, and 4 for each pair.
         """
@@ -438,7 +440,7 @@ def window_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention within windows of a map. The map is shifted cyclically by (-h, -w) before it is cut into windows, and
+    """Attention within windows of a map. The map is shifted cyclically by -`shift` before it is cut into windows, and
     shifted back afterwards.
 
     Args:
@@ -469,8 +471,8 @@ def window_attention(
 
     Raises:
         TypeError: a tensor is not dense or has a wrong dtype, or scale or dropout is not a number.
-        ValueError: shapes or devices do not match, the shift exceeds the window, both scales are given, a scale is not
-            finite, or dropout is not a probability.
+        ValueError: shapes or devices do not match, the shift is not below the window's size, both scales are given, a
+            scale is not finite, or dropout is not a probability.
         NotImplementedError: forward-mode differentiation or a second derivative, if dropout is 0.
     """
     _check(query_key_value, bias, heads, window, shift, padding, cosine_scale, scale)
@@ -503,7 +505,7 @@ def _check(
     _check_window(heads, window, shift)
     if x.dim() != 4 or x.shape[3] % (3 * heads):
         raise ValueError(
-            f"window_attention: expected query_key_value of shape (B, H, W, 3 C) with C a multiple of {heads} heads, "
+            f"window_attention: expected query_key_value of shape (B, H, W, 3 C) with C divisible by {heads} heads, "
             f"got {tuple(x.shape)}"
         )
     positions = window[0] * window[1]

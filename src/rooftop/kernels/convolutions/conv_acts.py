@@ -79,7 +79,7 @@ class Kept(NamedTuple):
     residual: Tensor | None
     saved: Tensor | None
     options: Options
-    biased: list[int] | None  # the shape of the bias
+    biased: list[int] | None  # the shape of the bias; None without a bias
     activation: str
     of_output: bool
 
@@ -283,7 +283,7 @@ def conv_act_plan(
 
 
 def _keeps(activation: str, tensors: Sequence[Tensor | None]) -> bool:
-    """Whether backward will need the input of the activation in addition to its result."""
+    """Whether forward must return the input of the activation as well, because backward will need it."""
     return activation not in OF_OUTPUT and keeps_for_backward(*tensors)
 
 
@@ -294,8 +294,8 @@ def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Pair, padding: Pair,
     dilation: Pair, groups: int, activation: str | None,
 ) -> Prepared:  # fmt: skip
-    """Check the arguments. Return the tensors cast as autocast requires, in the order of `cast_beside_residual`,
-    followed by the geometry and the activation's name.
+    """Check the arguments. Return what `cast_beside_residual` returns (x, weight, bias and both residuals), the
+    geometry and the activation's name.
     """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation
@@ -310,7 +310,7 @@ def _prepared(
             f"{name}: expected input (N, C, H, W) and weight (O, C / groups, KH, KW), got {shapes} with groups={groups}"
         )
     if min(*weight.shape, *x.shape[2:]) < 1:
-        raise ValueError(f"{name}: expected pixels, channels and a window of at least 1, got {shapes}")
+        raise ValueError(f"{name}: every size of input and weight except N must be at least 1, got {shapes}")
     geometry = geometry_of(x, weight, strides, paddings, dilations, groups)
     if min(geometry.out) < 1:
         raise ValueError(

@@ -63,7 +63,7 @@ def plan_of(
 
 
 def has_cudnn(x: Tensor) -> bool:
-    """Whether cuDNN can be called with this tensor."""
+    """Whether x is on a GPU, and cuDNN is available and enabled."""
     return x.is_cuda and torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled
 
 
@@ -160,8 +160,8 @@ def dense(t: Tensor) -> Tensor:
 def finish(
     sums: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, y: Tensor, before: Tensor | None
 ) -> None:
-    """Compute y = activation(sums + bias + residual), (N, O, OH, OW). All tensors are contiguous, or all are channels
-    last.
+    """Compute y = activation(sums + bias + residual), (N, O, OH, OW). `sums`, y and `before` must all be contiguous, or
+    all be channels last.
     """
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_finish
 
@@ -290,7 +290,7 @@ def box_of(pixels: int, batch: int, lines: int, line: int) -> tuple[int, int, in
     """
     powers = [1 << exponent for exponent in range(pixels.bit_length())]
     boxes = [(pixels // (h * w), h, w) for h in powers for w in powers if h * w <= pixels]
-    boxes = [box for box in boxes if max(box) <= 256]  # the limit of one TMA copy
+    boxes = [box for box in boxes if max(box) <= 256]  # one TMA copy has at most 256 elements in each dimension
     return min(boxes, key=lambda b: (-(-batch // b[0]) * -(-lines // b[1]) * -(-line // b[2]), b[0], -b[2]))
 
 

@@ -118,8 +118,8 @@ class Geometry(NamedTuple):
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """The number of windows along one side of the image. With `ceil`, the last window may end beyond the padded image,
-    but it must start before the padding at the image's end.
+    """The number of windows along the height or the width of the image. With `ceil`, the last window may end beyond the
+    padded image, but it must start before the padding at the image's end.
     """
     after_first = size + 2 * padding - dilation * (kernel - 1) - 1
     if not ceil:
@@ -200,8 +200,8 @@ MEASURED_ON_HOPPER: tuple[Entry, ...] = (
     Entry((50176, 1024, 256, 1, 1, True), "cudnn", None, 0.08275, 0.1266),
 )
 NEAR = 2.0  # maximum `_distance` at which the entry of a measured shape is used
-# Results of few pixels were not measured yet. With tiles of 128 x 128, two programs run on each SM, as in linear_act:
-# one program computes while the other stores.
+# Convolutions with few output pixels were not measured yet. With tiles of 128 x 128, two programs run on each SM, as in
+# linear_act: one program computes while the other stores.
 MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also occupies shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
@@ -221,8 +221,8 @@ FEW_TILES = 8  # tiles per SM at the border between few and many; only batches o
 # adjacent lines.
 RUNS_OF_CHANNELS = 512  # runs of pixels in a program; each run belongs to one channel
 MOST_COLUMNS_OF_RUNS = 64
-LONG_RUN, SHORT_RUN = 7, 4  # the lines of image networks are multiples of 7 pixels
-LONGEST_WINDOW = 7  # the kernel is unrolled over a line of the window
+LONG_RUN, SHORT_RUN = 7, 4  # most feature maps of image networks have widths that are multiples of 7 pixels
+LONGEST_WINDOW = 7  # maximum height and width of the window; the kernel is unrolled over a line of the window
 MOST_PARTS, LEAST_STEPS = 8, 4  # maximum number of parts of K, and minimum number of steps of each part
 
 # ---- choice ----------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Problem(NamedTuple):
         keep: whether the kernel also writes the input of the activation.
         device, kernels: the device type, and whether Triton's kernels run on the device.
         channels_last: whether x is channels last.
-        copied: whether tensor descriptors can describe x and the result (`launches.copied`).
+        copied: whether a kernel can copy all operands by TMA (`launches.copied`).
         cudnn: whether one call of cuDNN can compute the whole operator: on a GPU, if the activation is relu.
     """
 
@@ -370,13 +370,13 @@ def _predicted(problem: Problem, library: Backend) -> ConvPlan:
 
 
 def fitted(tile: ConvTile, problem: Problem) -> ConvTile:
-    """Adapt a tile from the tables to a convolution. The result has no more columns or channels per step than the
+    """Adapt a tile from the tables to a convolution. The adapted tile has no more columns or channels per step than the
     convolution needs, and no empty part of K. Its kernel is "gathered" if TMA cannot copy the operands.
     """
     geometry = problem.geometry
     kernel: Kernel = tile.kernel if problem.copied else "gathered"
     channels, out_channels = geometry.of_group
-    least = 16 if kernel == "gathered" else 64  # smallest operand of a tensor-core instruction
+    least = 16 if kernel == "gathered" else 64  # smallest operand of the kernel's tensor-core instructions
     columns = min(tile.columns, max(least, power_of_two(out_channels)))
     if geometry.groups > 1:
         depth = min(tile.depth, max(16, power_of_two(channels)))

@@ -11,7 +11,7 @@ def derivatives(
     outputs: Sequence[Expression], gradients: Sequence[Expression], wanted: Sequence[int]
 ) -> tuple[list[Expression | None], list[bool]]:
     """Return the gradients of sum(outputs * gradients) with respect to the arguments `wanted`, and whether each
-    gradient is 0 everywhere. A gradient that is 0 everywhere is None, like the gradient of an argument that has none.
+    gradient is 0 everywhere. An argument that has no gradient, or a gradient of 0 everywhere, gets None.
 
     The gradients have the shape of the outputs: the caller must sum the gradient of a broadcast argument. The function
     traverses the tree from the outputs, and visits only nodes that depend on the wanted arguments.

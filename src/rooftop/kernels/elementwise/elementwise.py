@@ -79,7 +79,7 @@ def fused_reference(
             number = torch.full((), float(value), dtype=torch.float64, device=device)
         else:
             number = torch.full((), wrapped(int(value), torch.int64), dtype=torch.int64, device=device)
-        return number.to(rounded_to or dtype).to(dtype)  # before a comparison PyTorch rounds to half precision
+        return number.to(rounded_to or dtype).to(dtype)  # PyTorch rounds a number that it compares with half precision
 
     for node in topological(outputs):
         typed = types[id(node)]
@@ -185,7 +185,7 @@ def _remembered(function: Any, *arguments: Any) -> Any:
 def _backward_call(
     text: str, outputs: tuple[tuple[int, torch.dtype], ...], wanted: tuple[Like, ...], full: torch.Size
 ) -> BackwardCall:
-    """The call that computes gradients of arguments from the gradients of outputs. `outputs`: (number of the output,
+    """The call that computes gradients of arguments from the gradients of outputs. `outputs`: (index of the output,
     dtype of its gradient) for each given gradient. `full`: the shape of all given gradients.
     """
     plan = gradients_of(text, outputs, tuple((like.number, like.dtype) for like in wanted))
@@ -210,9 +210,9 @@ def _needs(
     likes: tuple[tuple[torch.Size, torch.device, torch.dtype, bool], ...],
     results: tuple[torch.dtype, ...],
 ) -> tuple[tuple[bool, ...], tuple[Like, ...], dict[int, torch.Size]]:
-    """Return whether backward needs each tensor, the arguments that get a gradient, and for each summed output, by its
-    index, the shape of its elements before the sum. `likes`: for each tensor, its shape, device and dtype, and whether
-    it requires a gradient.
+    """Return three things: for each tensor, whether backward needs it; the arguments that get a gradient; and for each
+    summed output, by its index, the shape of its elements before the sum. `likes`: for each tensor, its shape, device
+    and dtype, and whether it requires a gradient.
     """
     program = program_of(text)
     places = program.places("t")
@@ -329,8 +329,8 @@ def _memory(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[t
 
 
 def _values(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Compute the results in plain PyTorch. The dtype of a summed result may be wider than the dtype that a kernel
-    stores.
+    """Compute the results in plain PyTorch. A summed result of half precision is returned in float32; the caller rounds
+    it.
     """
     nodes = [summand(y, plan.types) if kept else y for y, kept in zip(plan.outputs, plan.kept, strict=True)]
     dtypes = [computed_in(dtype) if kept else dtype for dtype, kept in zip(plan.results, plan.kept, strict=True)]
@@ -376,7 +376,9 @@ class Fused:
         return f"fused({', '.join(self.names)}: {self.text})"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickle the object by name, as functions are pickled, if the name of the decorated function refers to it."""
+        """Pickle the object by name, as functions are pickled, if the name of the decorated function refers to this
+        object.
+        """
         found: Any = sys.modules.get(self.function.__module__)
         for name in self.function.__qualname__.split("."):
             found = getattr(found, name, None)

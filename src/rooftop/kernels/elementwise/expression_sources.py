@@ -1,9 +1,9 @@
 """Generate the Triton source of one kernel from an elementwise expression, given dtypes and a class of memory layouts.
 
-A kernel has one of two forms. The flat form steps through all tensors in the same way. The tiled form has rows and
-columns; it is for broadcast or strided tensors, and for results that are summed. A class of memory layouts states along
-which dimensions each tensor has a nonzero stride, and which tensors are contiguous. Sizes and strides are arguments of
-the kernel.
+A kernel has one of two forms. The flat form computes one index, which it uses for all tensors. The tiled form has rows
+and columns; it is for broadcast or strided tensors, and for results that are summed. A class of memory layouts states
+along which dimensions each tensor has a nonzero stride, and which tensors are contiguous. Sizes and strides are
+arguments of the kernel.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _flat(
     body: Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
     used: list[int],
 ) -> list[str]:  # fmt: skip
-    """Source lines of the flat kernel, which steps through all tensors alike, and of its function for one block."""
+    """Source lines of the flat kernel, which computes one index for all tensors, and of its function for one block."""
     steps = [f"a{i}_step" for i in used if (access := body.layout.accesses[i]) and access.column == 2]
     arguments = ", ".join([*names, "elements", *steps])
     for i in used:
@@ -335,7 +335,9 @@ class Body:
         return template.format(*operands, precise=self.precise, ones=ones)
 
     def _operand(self, node: Expression, dtype: torch.dtype, rounded_to: torch.dtype | None = None) -> str:
-        """A node's value in a dtype. `rounded_to`: the dtype to which PyTorch rounds a number before a comparison."""
+        """The source text of a node's value, cast to `dtype`. `rounded_to`: the dtype to which PyTorch rounds a number
+        before a comparison.
+        """
         half = rounded_to if rounded_to in HALVES else None
         if node.operation == "constant":
             value = node.value

@@ -78,7 +78,7 @@ class _Reader:
         self.waiting: list[_Waiting] = []
 
     def expressions(self) -> list[Expression]:
-        """All expressions of the text."""
+        """Parse the text and return its expressions in order."""
         needs_operand = True
         for kind, token in self._tokens():
             needs_operand = self._start(kind, token) if needs_operand else self._continue(token)

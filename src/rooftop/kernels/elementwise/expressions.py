@@ -244,7 +244,7 @@ class Expression:
 
 
 def _node(operation: str, operands: Operands, value: Any = None) -> Expression:
-    """The unique node with these properties."""
+    """The only node with this operation, these operands and this value."""
     key = (operation, tuple(map(id, operands)), type(value), repr(value))
     found = _NODES.get(key)
     if found is None:
@@ -372,8 +372,8 @@ def _bare(text: str) -> str:
 
 
 def _power(a: Any, b: Any) -> Expression:
-    """A power. As in PyTorch, constant exponents become products if they are 1 to 4, and square roots and reciprocals
-    if they are floats.
+    """A power. As in PyTorch, the constant exponents 1 to 4 become products, and the float exponents 0.5, -0.5, -1.0
+    and -2.0 become square roots and reciprocals.
     """
     if type(b) in (int, float) and b in (1, 2, 3, 4):
         # a boolean to an integer power is an integer, and to a float power a float
@@ -388,7 +388,9 @@ def _power(a: Any, b: Any) -> Expression:
 
 
 def _with_alpha(operation: str) -> Callable[..., Expression]:
-    """Build input + alpha * other, or input - alpha * other. The dtype of the result does not depend on alpha."""
+    """Return a function that builds input + alpha * other, or input - alpha * other. The dtype of the result does not
+    depend on alpha.
+    """
 
     def build(input: Any, other: Any, *, alpha: Any = 1) -> Expression:
         return apply(operation, input, _times(apply("common", other, input), alpha) if _not_1(alpha) else other)
@@ -397,7 +399,9 @@ def _with_alpha(operation: str) -> Callable[..., Expression]:
 
 
 def _with_value(operation: str) -> Callable[..., Expression]:
-    """Build input + value * (a * b) or input + value * (a / b). The dtype of the result does not depend on `value`."""
+    """Return a function that builds input + value * (a * b), or input + value * (a / b). The dtype of the result does
+    not depend on `value`.
+    """
 
     def build(input: Any, a: Any, b: Any, *, value: Any = 1) -> Expression:
         return apply("add", input, _times(apply(operation, apply("common", a, input), b), value))
@@ -472,7 +476,7 @@ def _binary(operation: str) -> Callable[[Any, Any], Expression]:
 
 
 def _activation(build: Callable[..., Expression]) -> Callable[..., Expression]:
-    """A function of `torch.nn.functional` with an `inplace` argument, which has no effect here."""
+    """Return `build` with an additional argument `inplace`, as in `torch.nn.functional`, which has no effect here."""
 
     def apply_(input: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Expression:
         return build(input, *args, **kwargs)

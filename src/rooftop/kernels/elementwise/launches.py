@@ -233,8 +233,8 @@ def flat_config(tensors: Sequence[Tensor]) -> FlatConfig:
 
 
 def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
-    """The dimensions of y, sorted by their strides in y. Neighbouring dimensions are merged if each tensor can step
-    through the merged dimension with a single stride.
+    """The dimensions of y, sorted by their strides in y, the largest first. Neighbouring dimensions are merged if each
+    tensor can step through the merged dimension with a single stride.
     """
     if all((t.shape == y.shape and t.is_contiguous()) or t.dim() == 0 for t in tensors) and y.is_contiguous():
         return [(y.numel(), tuple(int(t.dim() > 0) for t in tensors))]

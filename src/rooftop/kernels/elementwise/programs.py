@@ -146,7 +146,8 @@ def _kind(value: Argument | None) -> Kind | None:
 
 
 def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], program: Program | str) -> tuple[Plan, list[Any]]:
-    """The plan of a program (or of its text), and the arguments by number. All tensors must be on one device.
+    """The plan of a program (or of its text), and the list of all arguments, in which an argument's number is its
+    index. All tensors must be on one device.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype is not supported.

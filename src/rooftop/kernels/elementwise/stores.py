@@ -7,11 +7,11 @@ channel of an image.
 
 The kernel is bound by memory: it reads every operand once and writes the result once. If all tensors have the same
 layout, the kernel treats them as one-dimensional, for any shape. A program reads a strided region one block of a row at
-a time, or as a tile of several short rows. A thread handles 16 bytes of the narrowest tensor. Triton vectorizes only if
-a pointer is a multiple of 16 bytes, but a region may begin anywhere. So pointers are rounded down to a multiple of 16
-bytes. For tensors whose rows are contiguous, the kernel's arguments give the remaining offsets and the strides between
-rows as multiples of `UNIT`. UNIT is the largest power of 2, up to 16 elements, that divides all these offsets and
-strides and the length of a row. So Triton can vectorize loads and stores of up to UNIT elements.
+a time, or as a tile of several short rows. A thread handles at least 16 bytes of the narrowest tensor. Triton
+vectorizes only if a pointer is a multiple of 16 bytes, but a region may begin anywhere. So pointers are rounded down to
+a multiple of 16 bytes. For tensors whose rows are contiguous, the kernel's arguments give the remaining offsets and the
+strides between rows as multiples of `UNIT`. UNIT is the largest power of 2, up to 16 elements, that divides all these
+offsets and strides and the length of a row. So Triton can vectorize loads and stores of up to UNIT elements.
 """
 
 from __future__ import annotations
@@ -283,7 +283,9 @@ def _source_of(plan: Plan, layout: Layout) -> tuple[str, str]:
 
 
 def _flat(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """Source lines of a flat kernel over all tensors, and of the function that computes one block."""
+    """Source lines of a flat kernel, which computes one index for all tensors, and of the function that computes one
+    block.
+    """
     names, lines = _block(body, plan, used)
     return flat_kernel(name, ", ".join(names), numbers, text_of(plan.outputs), lines)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FlatConfig:
-    """Launch parameters of kernels that step through all tensors alike: elements and warps of a program. They are for
-    kernels that read and write up to `element_bytes` bytes per element, summed over all tensors.
+    """Launch parameters of kernels that compute one index for all tensors: elements and warps of a program. They are
+    for kernels that read and write up to `element_bytes` bytes per element, summed over all tensors.
     """
 
     element_bytes: int
@@ -60,7 +60,7 @@ class StoreConfig:
     warps: int
 
 
-# A thread handles 16 elements if the narrowest tensor has elements of one byte, and otherwise 8: at least 16 bytes.
+# A thread handles 16 elements if the narrowest dtype has one byte, and otherwise 8: at least 16 bytes of each tensor.
 STORES = (
     StoreConfig(bytes=1, elements=2048, columns=2048, warps=4),
     StoreConfig(bytes=8, elements=1024, columns=1024, warps=4),

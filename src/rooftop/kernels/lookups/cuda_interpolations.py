@@ -81,7 +81,7 @@ def _weights(points: Tensor) -> Tensor:
 
 # ---- launch ----------------------------------------------------------------------------------------------------
 
-THREADS = 256  # threads per block; a row of lanes computes one point. Not yet tuned by measurement.
+THREADS = 256  # threads per block; the threads of one y index compute one point. Not yet tuned by measurement.
 TYPES = CPP_TYPES | {torch.float64: "double"}
 
 

@@ -33,7 +33,9 @@ from rooftop.launch.symbolic import recorded_whole
 
 
 class Kept(NamedTuple):
-    """The values that backward needs: the tokens, the table's number of rows, and the token without a gradient."""
+    """The values that backward needs: the tokens, the table's number of rows, and the padding token, whose row gets no
+    gradient.
+    """
 
     input: Tensor
     rows: int

@@ -47,7 +47,7 @@ def add_rows(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
 
 
 def _add_few(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
-    """Sum the rows of each token, for few tokens: each program finds and adds the rows of one token."""
+    """Sum each token's rows of dy, for few tokens: each program finds and adds the rows of one token."""
     from rooftop.kernels.lookups.triton_kernels.embeddings import add_equal
 
     (rows, width), items, config = table.shape, tokens.numel(), tables.FEW
@@ -58,7 +58,7 @@ def _add_few(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
 
 
 def _add_sorted(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
-    """Sum the rows of each token, for many tokens: sort the tokens, then add the rows in each run of equal tokens."""
+    """Sum each token's rows of dy, for many tokens: sort the tokens, then add the rows in each run of equal tokens."""
     from rooftop.kernels.lookups.triton_kernels.embeddings import add_runs
 
     (rows, width), runs = table.shape, tables.RUNS
@@ -102,7 +102,7 @@ def interpolate(features: Tensor, points: Tensor) -> Tensor:
 def interpolate_backward(
     gradient: Tensor, features: Tensor, points: Tensor, dfeatures: Tensor, dpoints: Tensor, mask: list[bool]
 ) -> None:
-    """Write the gradients that `mask` requests. All tensors are contiguous and none is empty."""
+    """Write the gradients that `mask` requests. All tensors must be contiguous, and none may be empty."""
     require_triton()
     from rooftop.kernels.lookups.triton_kernels.interpolations import trilinear_backward
 

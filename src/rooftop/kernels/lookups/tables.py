@@ -55,9 +55,9 @@ class RowsConfig:
     warps: int
 
 
-# OF_LINES is for tables whose row stride is a multiple of 128 bytes, a line of memory. OF_ANY is for all others, for
-# which it is fastest if one program reads a whole row. If the size of a row is not a multiple of 16 bytes, PyTorch
-# gathers the rows.
+# OF_LINES is for tables whose row stride is a multiple of 128 bytes, the size of a cache line. OF_ANY is for all
+# others, for which it is fastest if one program reads a whole row. If the size of a row is not a multiple of 16 bytes,
+# PyTorch gathers the rows.
 OF_LINES, OF_ANY = (
     RowsConfig(rows=16, columns=128, warps=4),
     RowsConfig(

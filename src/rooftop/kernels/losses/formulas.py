@@ -94,7 +94,7 @@ def gradient_by_reference(
 
 
 def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum of each row, and the sum of exponentials relative to the maximum."""
+    """The maximum of each row, and the sum of exp(x - maximum) over the row."""
     maximum = values.amax(1)
     return maximum, (values - maximum[:, None]).exp().sum(1)
 

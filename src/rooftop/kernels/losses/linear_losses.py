@@ -65,7 +65,7 @@ def chunk_rows(rows: int, features: int, classes: int) -> int:
 
     Up to `ONE_CHUNK_LOGITS` logits are one chunk. More logits are split into at least two chunks of about the same
     size. A chunk then has at most H rows, so that its logits take no more memory than the weight (V, H). If H is below
-    `LEAST_CHUNK_ROWS` or above `MOST_CHUNK_ROWS`, the chunk has at most this number of rows instead.
+    `LEAST_CHUNK_ROWS` or above `MOST_CHUNK_ROWS`, that limit replaces H.
     """
     if rows * classes <= ONE_CHUNK_LOGITS:
         return max(1, rows)
@@ -231,7 +231,7 @@ def _scaled_late(hidden: Tensor) -> bool:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, accumulated in the dtype of `total`, which is float32 also for half precision."""
+    """total += a @ b, accumulated in the dtype of `total`: float32 if a and b have half precision."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cuda":

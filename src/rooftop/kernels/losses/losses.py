@@ -63,8 +63,8 @@ def _checked(arguments: Sequence[Any]) -> str | None:
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Check that all targets are classes. On a CPU the check always runs; on a GPU the check runs only with
-    ROOFTOP_CHECK=1, because the check waits for the GPU.
+    """Check that all targets are classes or `ignore_index`. On a CPU the check always runs; on a GPU the check runs
+    only with ROOFTOP_CHECK=1, because the check waits for the GPU.
     """
     if target.device.type != "cpu" and os.environ.get("ROOFTOP_CHECK") != "1":
         return
@@ -72,8 +72,8 @@ def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
     if bool(wrong.any()):
         place = int(wrong.nonzero()[0])
         raise ValueError(
-            f"cross_entropy: target {int(target[place])} at {place} is not a class: expected 0 to {classes - 1}, or "
-            f"ignore_index {ignore_index}"
+            f"cross_entropy: target {int(target[place])} at index {place} is not a class: expected 0 to {classes - 1}, "
+            f"or ignore_index {ignore_index}"
         )
 
 
@@ -329,7 +329,7 @@ class ScaleGradientInPlace(NamedTuple):
         return None
 
     def cost(self, made: None) -> Cost:
-        """Only the factor counts as read: if it is 1, the kernel does not read or write the gradient."""
+        """Only the factor counts as read, as if it were 1: the kernel then does not read or write the gradient."""
         return Cost(distinct_bytes([self.factor]))
 
 

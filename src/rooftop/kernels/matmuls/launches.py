@@ -95,7 +95,7 @@ def _by_library(
         return y, y.clone() if keep else nothing
     require_triton()
     residual = unit_columns(residual) if residual is not None else None
-    # y may overwrite `before` if its rows are contiguous: one thread reads each element, and then writes it
+    # y may overwrite `before` if `before` is contiguous: one thread reads each element, and then writes it
     y = before if before.is_contiguous() and not keep else before.new_empty(rows, columns)
     finish(before, 1, rows, None, activation, residual, y, nothing)
     return y, before.contiguous() if keep else nothing
@@ -300,8 +300,8 @@ def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: 
 
 
 def _described_or_copied(t: Tensor, rows_only: bool = False) -> Tensor:
-    """The matrix (M, N) itself if a tensor descriptor can describe it, else a copy. `rows_only`: rows must be
-    contiguous.
+    """The matrix (M, N) itself if a tensor descriptor can describe it, else a copy. `rows_only`: also copy a matrix of
+    which only the columns are contiguous.
     """
     if describable(t) and not (rows_only and t.stride(1) != 1):
         return t

@@ -209,7 +209,7 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 def _keeps(activation: str, residual: Tensor | None) -> bool:
-    """Whether backward needs the input of the activation in addition to its result."""
+    """Whether backward needs the input of the activation, not only its result."""
     return activation != "none" and (activation not in OF_OUTPUT or residual is not None)
 
 
@@ -287,7 +287,9 @@ def linear_act_and_before(
     """
     if not _keeps(activation, None):
         others = ", ".join(name for name in ACTIVATIONS if name not in OF_OUTPUT)
-        raise ValueError(f"linear_act_and_before: backward does not keep the value before {activation!r}: use {others}")
+        raise ValueError(
+            f"linear_act_and_before: backward of {activation!r} does not need its input: use one of {others}"
+        )
     y, before = _linear_act_of(input, weight, bias, activation, None, again=True)
     return y, before.detach().view(y.shape)
 

@@ -106,9 +106,9 @@ def linear_act_single(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, MORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of COLUMNS + MORE columns. COLUMNS // PARTS columns are stored at a time; MORE is 0 or as many.
-    EARLY selects programmatic dependent launch: this kernel may start while the previous kernel still runs, and waits
-    for the previous kernel's results.
+    """Compute one tile of COLUMNS + MORE columns. COLUMNS // PARTS columns are stored at a time; MORE is 0 or this
+    number. EARLY selects programmatic dependent launch: this kernel may start while the previous kernel still runs, and
+    waits for the previous kernel's results.
     """
     if EARLY:
         gdc_wait()

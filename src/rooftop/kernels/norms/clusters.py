@@ -59,7 +59,7 @@ class Staged(NamedTuple):
 
 
 def config_for(table: Sequence[ClusterConfig], columns: int) -> ClusterConfig | None:
-    """The table's entry for rows of `columns` elements."""
+    """The table's entry for rows of `columns` elements; None if it has no such entry."""
     odd = columns % GROUP != 0
     for config in table:
         if config.least <= columns <= config.most and config.odd in (None, odd):
@@ -129,7 +129,7 @@ def ready(staged: Staged, device: torch.device) -> tuple[cuda.Kernel, int]:
 
 
 def launch(staged: Staged, device: torch.device, *arguments: object) -> None:
-    """Start the kernel on its tensors and sizes."""
+    """Launch the kernel with `arguments`, its tensors and sizes."""
     kernel, clusters = ready(staged, device)
     cluster = staged.blocks if staged.blocks > 1 else None
     grid = clusters * staged.blocks

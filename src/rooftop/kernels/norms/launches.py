@@ -43,8 +43,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Compute (y, total, mean, rstd) with the kernels that the plan selects; y has the dtype `dtype`.
 
-    total is None if nothing is added; mean is None for an RMS norm. x and residual (M, N) have unit column stride; the
-    parameters (N,) are contiguous.
+    total is None if nothing is added; mean is None for an RMS norm. x and residual (M, N) must have unit column stride,
+    and the parameters (N,) must be contiguous.
     """
     call = forward_call(x, residual, input_bias, weight, bias, rms, dtype)
     plan = choose_forward(call)
@@ -80,7 +80,8 @@ def backward(
     """Compute dx, the gradient of x, including `dtotal`. The kernels also fill dweight and dbias, unless these are
     None.
 
-    dy, dtotal, x (M, N) have unit column stride, weight (N,) is contiguous. `mean` is None for an RMS norm.
+    dy, dtotal and x (M, N) must have unit column stride, and weight (N,) must be contiguous. `mean` is None for an RMS
+    norm.
     """
     device, sums = x.device, (dweight is not None, dbias is not None)
     call = backward_call(dy, dtotal, x, weight, mean is None, sums)

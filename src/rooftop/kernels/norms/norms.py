@@ -263,8 +263,8 @@ def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | No
 def _layer_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (dx, dweight, dbias) without rounding to half precision. The terms of dx nearly cancel each other, so
-    the function subtracts them before it multiplies by rstd. PyTorch's operator multiplies first.
+    """Compute (dx, dweight, dbias) in the dtype of the statistics, which dy, x and mean have. The terms of dx nearly
+    cancel each other, so the function subtracts them before it multiplies by rstd. PyTorch's operator multiplies first.
     """
     centred = x - mean[:, None]
     normal = (centred - centred.mean(1, keepdim=True)) * rstd  # corrects the rounding error of the mean

@@ -88,7 +88,7 @@ class Forward(NamedTuple):
     Attributes:
         dtype, result: dtypes of x and y.
         weight, bias, residual: dtypes; None for absent tensors.
-        strides: elements between rows of x and of the residual; 0 without a residual.
+        strides: row strides of x and of the residual, in elements; 0 without a residual.
         aligned: whether x and the residual begin at multiples of 16 bytes.
         adds: whether a residual or an input bias is added.
     """
@@ -113,7 +113,7 @@ class Backward(NamedTuple):
     Attributes:
         dtype, slope, weight: dtypes of x, dy and the weight.
         added: the dtype of a gradient that is added to dx; None without such a gradient.
-        strides: elements between rows of dy, of the added gradient (0 without one), and of x.
+        strides: row strides of dy, of the added gradient (0 without one), and of x, in elements.
         aligned: whether dy, the added gradient and x begin at multiples of 16 bytes.
         sums: whether the gradients of weight and bias are needed.
     """
@@ -220,8 +220,8 @@ def choose_forward(call: Forward) -> NormPlan:
 
 
 def _fours(call: Forward, group: int) -> ForwardConfig | None:
-    """Launch parameters for half precision rows that begin at multiples of 8 bytes, but not of 16 bytes, in a norm
-    without addends. None for all other calls.
+    """Launch parameters for half precision rows that begin at multiples of 8 bytes, but not of 16 bytes, in a norm that
+    adds no residual and no input bias. None for all other calls.
     """
     if call.adds or group != 4 or call.dtype.itemsize != 2 or call.columns < tables.FOURS_FROM:
         return None

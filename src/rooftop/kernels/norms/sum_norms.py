@@ -1,7 +1,7 @@
 """Layer norm and RMS norm of a sum, as between the sublayers of a transformer. The sum is returned as well.
 
-total = x + input_bias + residual, y = norm(total). One pass computes the bias of the last linear layer, the residual
-connection and the norm. The operators are bound by memory: forward reads x and residual once, and writes y and total
+total = x + input_bias + residual, y = norm(total). One pass adds the bias of the last linear layer and the residual,
+and computes the norm. The operators are bound by memory: forward reads x and residual once, and writes y and total
 once. Backward reads dy, total and the gradient of total, and writes one gradient, which is the gradient of both x and
 residual. The sum is computed in float32 and rounded once. The norm uses the rounded sum, so y is exactly the norm of
 the returned total.

@@ -2,8 +2,8 @@
 
 Autocast casts the operands of products, convolutions and attention to its own dtype. PyTorch also lists, for each
 device type, the functions that autocast runs in float32. For GPUs, the listed functions include losses, norms,
-softmaxes and sums; for the CPU, they include losses, but none of the others. These operators get the dtype of their
-result as an argument, so that no input is copied to another dtype first.
+softmaxes and sums; for the CPU, they include losses, but none of the others. The operators for the listed functions get
+the dtype of their result as an argument, so that no input is copied to another dtype first.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def check_finite(name: str, argument: str, value: Any, expected: str = "a number
 
 
 def finite_number(name: str, argument: str, value: Any, expected: str = "a number") -> Any:
-    """Check a number as `check_finite` does, and return it; a number of NumPy becomes one of Python, which kernels
+    """Check a number as `check_finite` does, and return it; a NumPy number becomes a Python number, which kernels
     accept.
     """
     check_finite(name, argument, value, expected)

@@ -12,7 +12,7 @@ from rooftop.kernels.randoms import tables
 from rooftop.kernels.randoms.words import WORD, Values, quantile_table
 from rooftop.launch.triton_launch import launch, require_triton
 
-MOST_DIMENSIONS = 4  # maximum dimensions of a part after merging
+MOST_DIMENSIONS = 4  # maximum number of dimensions of a part after merging
 
 
 def fill(
@@ -36,7 +36,7 @@ def drop(
     x: Tensor, y: Tensor, dropped: int, scale: float, key: int, step: int | Tensor, sizes: list[int],
     strides: list[int], offset: int,
 ) -> None:  # fmt: skip
-    """Write x * scale to y, or 0 for elements whose random word is below `dropped`. x and y are contiguous."""
+    """Write x * scale to y, or 0 for elements whose random word is below `dropped`. x and y must be contiguous."""
     require_triton()
     from rooftop.kernels.randoms.triton_kernels import dropout_tile
 

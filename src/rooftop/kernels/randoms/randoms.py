@@ -366,8 +366,8 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
 
     Raises:
         TypeError: x is not a dense tensor or its dtype is not supported, or an argument has a wrong type or dtype.
-        ValueError: p, key or step is out of range, the sizes of box and x differ, or the box needs more than four
-            dimensions.
+        ValueError: p, key or step is out of range, box and x differ in their number of elements, or the box needs more
+            than four dimensions.
         NotImplementedError: forward-mode differentiation.
     """
     check_tensors("counter_dropout", FLOATS, x=x)
@@ -406,7 +406,7 @@ def _checked(
         if not all(isinstance(size, (int, torch.SymInt, np.integer, Tensor)) for size in box):
             raise TypeError(f"{name}: the sizes of box must be ints, got {tuple(box)}")
         if not all(isinstance(size, (int, torch.SymInt)) for size in box) and not torch._C._is_tracing():
-            box = [int(size) for size in box]  # torch.jit.trace gives sizes as tensors, and records what uses them
+            box = [int(size) for size in box]  # under torch.jit.trace, sizes stay tensors, which are recorded
         if any(size < 0 for size in box):
             raise ValueError(f"{name}: the sizes of box must not be negative, got {tuple(box)}")
         sizes, strides, offset, shape = [math.prod(box)], [1], 0, tuple(box)

@@ -20,7 +20,7 @@ def random_fill(
     key_low, key_high, step_low, step_high,
     rows, columns, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset,
     scale, shift, low, high,  # float32
-    lower_word, last_word,  # words that are mapped to normal numbers: the first word, and the number of words after it
+    lower_word, last_word,  # with NORMAL, words are mapped to the range from lower_word to lower_word + last_word
     NORMAL: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write shift + scale * u, limited to [low, high], to each element of one tile. The random number u is uniform in
@@ -89,7 +89,9 @@ def _place(rows, columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 def _index(row, column, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset):
-    """The 64-bit positions of a part's elements (or groups of four) in the whole tensor."""
+    """The 64-bit positions of a part's elements in the whole tensor, in elements or in groups of four, like the
+    strides.
+    """
     outer = row // size_2
     index = offset + (outer // size_1) * stride_0 + (outer % size_1) * stride_1 + (row % size_2) * stride_2
     return index + column * stride_3

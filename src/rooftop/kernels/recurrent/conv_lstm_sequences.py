@@ -102,8 +102,8 @@ def _as_steps(x: Tensor, memory_format: torch.memory_format) -> Tensor:
 
 
 def _empty(gates: Tensor, steps: int, channels: int, dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor (steps, N, channels, H, W) in the memory format of the gates. For zero steps the tensor is
-    empty.
+    """Allocate a tensor (steps, N, channels, H, W) in the memory format of the gates. For zero steps the tensor has the
+    shape (0,).
     """
     if steps == 0:
         return gates.new_empty(0, dtype=dtype)
@@ -133,8 +133,8 @@ def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) ->
 
 
 def _kernel_gradient(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
-    """The gradient of `kernel` in one convolution of hidden states (M, F, H, W). The batch M may be the batches of many
-    steps.
+    """The gradient of `kernel` in one convolution of hidden states (M, F, H, W). M may be the sum of the batches of
+    many steps.
     """
     padded, padding = _padded(hidden, kernel)
     return _convolution_backward(dgates, padded, kernel, padding, [False, True, False])[1]

@@ -118,7 +118,7 @@ def step_into(
     """Compute hidden and next_cell in place; next_cell may be `cell`. If `scores` is given, also write gates + added +
     bias to `scores`.
 
-    All tensors have the same memory format, contiguous or channels last. `bias`: (4 F,).
+    All tensors must have the same memory format, contiguous or channels last. `bias`: (4 F,).
     """
     if not by_reference(gates):
         kinds = _kinds(activation, recurrent_activation)
@@ -141,7 +141,7 @@ def step_backward_into(
     """Compute dgates and dcell in place; dcell may be `dnext_cell`. The gradient of the hidden state is dhidden +
     more_dhidden.
 
-    All tensors have one memory format: contiguous or channels last.
+    All tensors must have the same memory format, contiguous or channels last.
     """
     if not by_reference(gates):
         kinds = _kinds(activation, recurrent_activation)

@@ -16,8 +16,8 @@ def forward(
     hidden: Tensor, next_cell: Tensor, gates: Tensor, cell: Tensor, added: Tensor | None, bias: Tensor | None,
     scores: Tensor | None, kinds: Constants,
 ) -> None:  # fmt: skip
-    """Write the results to hidden, next_cell and, if given, scores. All tensors have the same memory format. `kinds`:
-    indices of the activations.
+    """Write the results to hidden, next_cell and, if given, scores. All tensors must have the same memory format.
+    `kinds`: indices of the activations.
     """
     require_triton()
     from rooftop.kernels.recurrent.triton_kernels import conv_lstm_forward
@@ -36,7 +36,7 @@ def backward(
     dgates: Tensor, dcell: Tensor, dhidden: Tensor, more_dhidden: Tensor | None, dnext_cell: Tensor, gates: Tensor,
     cell: Tensor, added: Tensor | None, kinds: Constants,
 ) -> None:  # fmt: skip
-    """Write the gradients to dgates and dcell. All tensors have the same memory format."""
+    """Write the gradients to dgates and dcell. All tensors must have the same memory format."""
     require_triton()
     from rooftop.kernels.recurrent.triton_kernels import conv_lstm_backward
 

@@ -33,8 +33,8 @@ def plan_of(
 def forward(
     plan: ReductionPlan, out: Tensor, x: Tensor, kind: str, dims: Sequence[int], reference: Tensor | None = None
 ) -> None:
-    """Write the reduction of x over `dims` to `out`, which is contiguous. If `kind` counts the elements that equal a
-    maximum or minimum, `reference` contains the maxima or minima.
+    """Write the reduction of x over `dims` to `out`, which must be contiguous. If `kind` counts the elements that equal
+    a maximum or minimum, `reference` contains the maxima or minima.
     """
     require_triton()
     from rooftop.kernels.reductions import triton_kernels as kernels
@@ -65,12 +65,12 @@ def forward(
 
 
 def reduce_into(out: Tensor, x: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """Write the reduction of x over `dims` to `out`, which is contiguous."""
+    """Write the reduction of x over `dims` to `out`, which must be contiguous."""
     forward(plan_of(x, kind, dims, out.dtype), out, x, kind, dims)
 
 
 def backward(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """Compute the gradient into `dx`, whose previous contents are not read. The memory of dx has no gaps."""
+    """Compute the gradient into `dx`, whose previous contents are not read. The memory of dx must have no gaps."""
     require_triton()
     x = x if same_layout(x, dx) else torch.empty_like(dx).copy_(x)
     dy, y = dy.contiguous(), y.contiguous()

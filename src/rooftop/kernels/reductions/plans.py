@@ -123,7 +123,7 @@ def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], o
     if len(keep) > 2 or len(reduce) > (1 if ordered else 2):
         return None
     results = [(*each, math.prod(size for size, _ in keep[i + 1 :])) for i, each in enumerate(keep)]
-    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # last: the near dimension (smallest stride)
+    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # the smallest stride comes last
     results = [(1, 0, 0)] * (2 - len(results)) + results
     reduce = [(1, 0)] * (2 - len(reduce)) + reduce
     (a, b), (c, d), (e, f) = zip(*results, strict=True)
@@ -215,7 +215,7 @@ def _reduction(
     if view.is_one and view.along == 0:
         constants["WHOLE_BLOCKS"] = constants["UNIT"] * dtype.itemsize < 16
     constants["SPLITS"] = min(power_of_two(splits), max(1, tables.COMBINED // kept))
-    # If a few splits (up to 1/8) remain after the last whole step of the combination, drop them to save a step.
+    # If few splits (up to 1/8 of all) remain after the last whole step of the combination, drop them to save a step.
     if 0 < 8 * (splits % constants["SPLITS"]) <= splits:
         splits -= splits % constants["SPLITS"]
     combined: Backend = "last_combines" if split.last_combines and counted else "partial"
@@ -238,8 +238,8 @@ def _reduction(
 
 
 def _combination(reduction: Constants, splits: int, results: int, count: float) -> KernelLaunch:
-    """The launch that combines the partial results of a reduction. Each of the `results` results has `splits` of them,
-    one for each program that reduced a part of its elements.
+    """The launch that combines the partial results of a reduction. Each of the `results` results has `splits` partial
+    results, one for each program that reduced a part of its elements.
     """
     kept = min(power_of_two(results), 128)
     constants = {name: reduction[name] for name in ("KIND", "IDENTITY")}

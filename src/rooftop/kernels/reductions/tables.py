@@ -78,7 +78,7 @@ ROWS = (
     RowConfig(run_bytes=8192, rows=4, block_bytes=512, warps=4, stages=3),
     RowConfig(run_bytes=ANY_BYTES, rows=1, block_bytes=16384, warps=8),
 )
-FAR_ROWS = (  # for two reduced dimensions: one contiguous, one far
+FAR_ROWS = (  # for two reduced dimensions: one with stride 1, one with a larger stride
     *(
         replace(config, stages=3)
         for config in (*SHORT_ROWS, RowConfig(run_bytes=4096, rows=2, block_bytes=4096, warps=4))
@@ -101,7 +101,7 @@ ALL = (
 )
 GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # for the gradient: bytes of a tile of x, and warps of a program
 SHARE_ELEMENTS = 1 << 15  # `share_gradient`: maximum elements per tile
-SHARE_WIDTH_BYTES = 128  # `share_gradient`: minimum bytes of a tile's row, if the kept dimension is contiguous
+SHARE_WIDTH_BYTES = 128  # `share_gradient`: minimum bytes of a tile along the kept dimension, if it is contiguous
 SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # `share_gradient`: bytes per tile, and minimum number of warps
 # Maximum number of elements per thread. The sizes of tiles above are in bytes, so without this limit a tile of one-byte
 # elements would need too many registers for its accumulators of 4 or 8 bytes.

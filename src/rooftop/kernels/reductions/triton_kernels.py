@@ -3,8 +3,8 @@
 A tile has KEPT results, and REDUCED elements for each result. A program reads every S-th tile of its results, where S
 is the number of splits, and combines these tiles, lane by lane, into accumulators of the shape of a tile. At the end
 the program combines the accumulators into KEPT numbers. ALONG is the direction in which memory is contiguous: along the
-reduced dimension (ROWS), along the kept dimension (COLUMNS), or neither. There are a near and a far kept dimension, and
-a near and a far reduced dimension. NESTED: the size of the far reduced dimension is above 1.
+reduced dimension (ROWS), along the kept dimension (COLUMNS), or neither. There are two kept and two reduced dimensions,
+in each case a near (inner) and a far (outer) one. NESTED: the size of the far reduced dimension is above 1.
 
 If the results are too few to fill a GPU, several programs split the elements of each result, and store partial results,
 (splits, results). A second kernel, or the program that stores a tile's last partial result, combines the partial
@@ -239,8 +239,8 @@ def _reduced_elements(
     index, near, lane, reduced, reduced_stride, far_reduced_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """Return (offsets, mask) of block `index` of reduced elements, (REDUCED,). `near`: with two reduced dimensions
-    (NESTED), the number of blocks along the inner one.
+    """Return (offsets, mask) of block `index` of reduced elements, (REDUCED,). `near`: the number of blocks along the
+    inner of two reduced dimensions; used only with NESTED.
     """
     if NESTED:
         block, far = tl.cast(index % near, tl.int64), tl.cast(index // near, tl.int64)

@@ -1,10 +1,10 @@
 """Launch the kernels of sparse convolution, and prepare the row orders and pair lists that they need.
 
 In half precision, a convolution reads `2 * C` bytes of features for each pair, and `2 * C * O` bytes of weight for each
-tap of a tile of rows, all from L2. With taller tiles, the kernel reads the weight less often. If rows with similar
-neighbours share a tile, the tile has fewer taps, and the kernel reads the weight less often. If a table is stored in
-the order in which the kernel reads it, each read of the table is contiguous. `docs/measurements/kernels-sites.md`
-explains what bounds the kernels.
+tap of a tile of rows, all from L2. With taller tiles, the kernel reads the weight less often. If rows that have
+neighbours at similar taps share a tile, the tile has fewer taps, and the kernel reads the weight less often. If a table
+is stored in the order in which the kernel reads it, each read of the table is contiguous.
+`docs/measurements/kernels-sites.md` explains what bounds the kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 
 
 def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> WordConstants:
-    """Launch parameters of `sparse_conv_rows` for M results with O channels, and operands with C channels."""
+    """Launch parameters of `sparse_conv_rows` for `rows` results of `out_channels` channels, from rows of `channels`
+    channels.
+    """
     table = tables.SINGLE if features.dtype == torch.float32 else tables.HALF
     find = _rows_tile.__wrapped__ if type(rows) is Count else _rows_tile
     return find(table, rows, out_channels, channels, processors(features))
@@ -35,8 +37,8 @@ def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> 
 
 @lru_cache(maxsize=4096)  # cached, because computing the tile takes as long as a small launch
 def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> WordConstants:
-    """Launch parameters for `rows` rows. A tile is not wider or deeper than the channels, and has fewer rows if there
-    are fewer tiles than multiprocessors.
+    """Launch parameters for `rows` rows. A tile has no more columns than `out_channels`, no more depth than `channels`
+    (both rounded up to a power of two), and fewer rows if there are fewer tiles than multiprocessors.
     """
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
@@ -89,7 +91,7 @@ def _weight_tile(
 
 
 def _power_of_two(channels: int) -> int:
-    """The next power of two, but at least 16, the smallest side of a tile in a product."""
+    """The smallest power of two that is at least max(channels, 16); tiles in a product have sides of at least 16."""
     return max(16, power_of_two(channels))
 
 

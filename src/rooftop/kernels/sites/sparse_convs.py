@@ -369,10 +369,10 @@ def sparse_conv(
         reverse: (N, T) int32, the result to which a row of features contributes at each tap, or -1 for none. The
             gradient of the features needs the reverse table. None: `reverse_order` contains the reverse table, or the
             convolution is submanifold, so that the reverse table is `neighbours` with the taps in reverse order.
-        order, reverse_order: the results of `row_order` for the two tables, by which rows with the same neighbours
-            share a tile. The results of `row_order` may contain the tables. Any order of the rows is allowed: (M,) and
-            (N,) int32 or int64. If neither `reverse` nor `reverse_order` is given, `order` is used for both directions.
-            None: the function computes the order if the table has many rows.
+        order, reverse_order: the results of `row_order` for the two tables, by which rows that have neighbours at the
+            same taps share a tile. The results of `row_order` may contain the tables. Any order of the rows is allowed:
+            (M,) and (N,) int32 or int64. If neither `reverse` nor `reverse_order` is given, `order` is used for both
+            directions. None: the function computes the order if the table has many rows.
         pairs: the pairs of each tap, for the gradient of the weight, as `get_indice_pairs` returns them: the sites and
             results of each tap's pairs, (2, T, P) int32, and the number of pairs of each tap, (T,) int32. For an
             `order` that contains the table: the results of `blocks_of`, (T, blocks) and (T,) int32. None: the function
@@ -407,8 +407,8 @@ def conv_of_rulebook(
     features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
     order: Tensor | None, reverse_order: Tensor | None, listed: Tensor | None, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Call `sparse_conv` with the tables of a rulebook, whose sizes match. `listed` and `counts` are the rulebook's
-    pairs.
+    """Call `sparse_conv` with the tables of one rulebook; tables of one rulebook have matching sizes. `listed` and
+    `counts` are the rulebook's pairs.
 
     A call runs without Python if it differs from an earlier call only in values and in the number of rows.
     """
@@ -454,7 +454,7 @@ def _check_shapes(
             f"got {tuple(neighbours.shape)}"
         )
     rows = neighbours.shape[0] if neighbours is not None else row_count(neighbours, order)
-    if type(rows) is Count:  # the C++ code that repeats the call checks that equal numbers of rows stay equal
+    if type(rows) is Count:  # C++ repeats the call only if the numbers of rows that are equal now are equal again
         rows = int(rows)
     for count in (rows, sites):  # one after the other, because max() fails for sizes that depend on data
         if count > MAX_ROWS:

@@ -1,10 +1,10 @@
 """Pooling over sites: out[m] = the maximum, or the mean, of features[neighbours[m, t]] over the taps t with a
 neighbour.
 
-The operators compute the same as spconv's SparseMaxPool and SparseAvgPool, from a rulebook's table of neighbours. The
-operators are bound by memory. A program computes some rows and columns of the result in a loop over the taps, and loads
-several rows of features at the same time. The mean divides by the number of a result's neighbours instead of the size
-of the window.
+From a rulebook's table of neighbours, the operators compute the same as spconv's SparseMaxPool and SparseAvgPool, apart
+from two errors of spconv (see below). The operators are bound by memory. A program computes some rows and columns of
+the result in a loop over the taps, and loads several rows of features at the same time. The mean divides by the number
+of a result's neighbours instead of the size of the window.
 
 Backward reads the reverse table: each site adds up the gradients of its results, in the order of the taps. Backward
 uses no scatter and no atomics, so results are deterministic. Each site that equals a maximum gets the whole gradient of
@@ -40,7 +40,9 @@ INSTEAD = "torch.nn.functional.max_pool3d or avg_pool3d on the dense grid"
 
 
 def sparse_max_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
-    """The maximum (M, C) of features (N, C) by neighbours (M, T), tap by tap; 0 for rows without neighbours."""
+    """The maximum (M, C) of the features (N, C) at each result's neighbours (M, T), tap by tap; 0 for results without
+    neighbours.
+    """
     rows, channels = neighbours.shape[0], features.shape[1]
     best = features.new_full((rows, channels), -torch.inf)
     for values, _ in _by_tap([features], neighbours, -torch.inf):
@@ -49,7 +51,9 @@ def sparse_max_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
 
 
 def sparse_avg_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
-    """The mean (M, C) of features (N, C) by neighbours (M, T), added up tap by tap in float32 (float64 for float64)."""
+    """The mean (M, C) of the features (N, C) at each result's neighbours (M, T), added up tap by tap in float32
+    (float64 for float64).
+    """
     inside = accumulator_dtype(features.dtype)
     total = torch.zeros(neighbours.shape[0], features.shape[1], dtype=inside, device=features.device)
     for values, _ in _by_tap([features], neighbours, 0.0):

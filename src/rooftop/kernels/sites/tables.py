@@ -78,7 +78,7 @@ LISTED_FROM = 1 << 14
 
 # Number of rows of a block of a sorted table. The gradient of the weight processes or skips a block as a whole.
 # BLOCK_ROWS must be a multiple of each `depth` of WEIGHT_HALF and WEIGHT_SINGLE. If the sites are on a surface, nearly
-# all rows of a processed block have a neighbour.
+# all rows of a block that is processed for a tap have a neighbour at this tap.
 BLOCK_ROWS = 64
 
 # Tables with more rows than this are not stored as sorted tables, because the last rows of their last block could have

@@ -72,7 +72,7 @@ def _first(groups: int, tensors: int, stages: int, shared_bytes: int) -> Cluster
     return next(iter(fullest(groups, tensors, stages, shared_bytes)), None)
 
 
-ARRIVAL_BYTES = 800  # arrival counters at the beginning of shared memory, before the 16-byte partial results
+ARRIVAL_BYTES = 800  # size of the arrival counters at the beginning of shared memory; 16-byte partial results follow
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Rows(NamedTuple):
 
     Attributes:
         dtypes: dtypes of the tensors that are read, then the dtype of the result.
-        starts: for each tensor, (address of the first row, distance between rows), in bytes modulo 16.
+        starts: for each tensor, (address of the first row, row stride), both in bytes modulo 16.
     """
 
     columns: int
@@ -100,8 +100,8 @@ class Rows(NamedTuple):
 
 
 def start_of(rows: Tensor) -> tuple[int, int]:
-    """The alignment of the rows of a tensor (M, N), for `Rows.starts`: the address of the first row modulo 16 bytes,
-    and the distance between rows modulo 16 bytes.
+    """The alignment of the rows of a tensor (M, N), for `Rows.starts`: the address of the first row and the row stride,
+    both in bytes modulo 16.
     """
     return rows.data_ptr() % GROUP_BYTES, rows.stride(0) * rows.element_size() % GROUP_BYTES
 
@@ -235,7 +235,7 @@ def _launch(
     plan: Plan, kernel: str, variant: bool, x: Tensor, tensors: Sequence[Tensor | None], strides: Sequence[int],
     numbers: Sequence[int | float],
 ) -> None:  # fmt: skip
-    """Launch a kernel on rows like x. The kernel's arguments are `tensors`, sizes, `strides` and `numbers`."""
+    """Launch a kernel for the rows of x. The kernel's arguments are `tensors`, sizes, `strides` and `numbers`."""
     rows, columns = x.shape
     if rows == 0:
         return

@@ -56,8 +56,8 @@ def backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool
 
 
 def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The kernel arguments of a mask that broadcasts to `shape`: (mask tensor, (middle, inner, strides of outer,
-    middle, inner, columns)).
+    """The kernel arguments of a mask that broadcasts to `shape`: (mask tensor, (sizes of middle and inner, strides of
+    outer, middle, inner and columns)).
 
     The mask is expanded to `shape`. Neighbouring dimensions before the last dimension are merged if a single stride
     steps through both. The expanded mask is copied if more than three of these dimensions remain, or if an offset

@@ -36,8 +36,8 @@ class SoftmaxPlan:
             PyTorch).
         kernel: name of the kernel; empty if nothing is launched.
         grid: number of programs of a Triton kernel.
-        sizes: the Triton kernel's arguments after its tensors: rows, then columns and their stride in groups of UNIT
-            elements.
+        sizes: the Triton kernel's arguments after its tensors: number of rows; then, in groups of UNIT elements, number
+            of columns and stride between rows.
         constants: the Triton kernel's constants, and its number of warps.
         clusters: the launch of a cluster kernel; None for other kernels.
         reason: why this plan was chosen.
@@ -63,7 +63,7 @@ class Problem(NamedTuple):
     Attributes:
         rows, columns: number of rows, and number of columns in each row.
         read, made: dtypes of x (in backward: of dy and y), and the dtype of the result.
-        stride: elements between rows of x (in backward: of dy).
+        stride: row stride of x (in backward: of dy), in elements.
         starts: `clusters.Rows.starts` of the tensors that are read.
         mask: 0 without a mask, 1 for a numeric mask, 2 for a boolean mask.
         normal: whether the scale is a normal float32. Cluster kernels need a normal scale, because they fill elements

@@ -224,8 +224,8 @@ def softmax_backward_long(
 
 @triton.jit
 def _softmax_of(scores, maximum, inverse, logarithm, LOG: tl.constexpr):
-    """The softmax of a row's scores, from the row's maximum and the inverse of its sum, or with LOG, the logarithm of
-    its sum.
+    """The softmax of a row's scores, from the row's maximum and 1 / (sum of exponentials). With LOG, the log-softmax,
+    from the logarithm of this sum.
     """
     if LOG:
         return (scores - maximum) - logarithm

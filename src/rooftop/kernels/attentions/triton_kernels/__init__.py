@@ -1,1 +1,1 @@
-"""The Triton kernels of attentions, in one file for each file of operators or launches."""
+"""The Triton kernels of attentions. Each file has the name of the file with its operators in the parent package."""

@@ -1,4 +1,4 @@
-"""Triton kernels of attention over pages of keys and values; `paged_attentions.py` has the operator."""
+"""Triton kernels of attention over pages of keys and values; `../paged_attentions.py` has the operator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def attend_pages(
     begin = length * 0
     if WINDOW:
         begin = tl.maximum(length - WINDOW, 0)
-    # A part is a whole number of tiles. Only the last part that has positions can be shorter; parts after it are empty.
+    # Every part has the same whole number of tiles. Only the last part that has positions can end earlier; the parts
+    # after it are empty.
     part = tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS
     first = begin + split * part
     last = tl.minimum(length, first + part)
@@ -90,7 +91,7 @@ def attend_pages(
 
 @triton.jit
 def merge_splits(
-    partial, partial_lse, out,  # (rows, SPLITS, WIDTH), (rows, SPLITS), float32; (rows, WIDTH)
+    partial, partial_lse, out,  # (rows, SPLITS, WIDTH) and (rows, SPLITS) in float32; out: (rows, WIDTH)
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Merge the results of all parts for one row: each result is weighted by the exponential of its log-sum-exp."""

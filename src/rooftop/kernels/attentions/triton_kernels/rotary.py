@@ -1,4 +1,4 @@
-"""The Triton kernel of rotary position embeddings; `rotary.py` has the operators."""
+"""The Triton kernel of rotary position embeddings; `../rotary.py` has the operators."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def rotate(
         place += tl.load(starts + batch)
     pair = tl.arange(0, BLOCK)
     known = ((place >= 0) & (place < table_positions))[:, None] & (pair < PAIRS)[None, :]
-    # Not a global variable: Triton raises an error if the value of a global has changed, and NaN never equals itself.
+    # A local variable, because Triton raises an error if the value of a global has changed, and NaN never equals
+    # itself.
     nan = float("nan")
     cosine = tl.load(cos + batch * cos_batch + place[:, None] * cos_position + pair[None, :], mask=known, other=nan)
     sine = tl.load(sin + batch * sin_batch + place[:, None] * sin_position + pair[None, :], mask=known, other=nan)

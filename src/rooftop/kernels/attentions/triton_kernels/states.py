@@ -1,8 +1,8 @@
 """Triton kernels that run before or after PyTorch's attention: merging of partial results, and preparation of the
 gradient of the log-sum-exp.
 
-`states.py` and `attentions.py` have the operators. Tensors (B, H, S, D) have contiguous features; all other strides are
-arbitrary. The rows of a tensor are numbered in the order (b, h, s), like the log-sum-exps.
+`../states.py` and `../attentions.py` have the operators. Tensors (B, H, S, D) have contiguous features; all other
+strides are arbitrary. The rows of a tensor are numbered in the order (b, h, s), like the log-sum-exps.
 """
 
 from __future__ import annotations

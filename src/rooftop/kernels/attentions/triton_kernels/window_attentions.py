@@ -1,4 +1,4 @@
-"""The Triton kernels of window attention; `window_attentions.py` has the operator.
+"""The Triton kernels of window attention; `../window_attentions.py` has the operator.
 
 A program computes one head: in forward for QUERIES positions of one window, in backward for several whole windows, one
 after another. Position n of a window is in row n // WINDOW_W and column n % WINDOW_W of the window. On the map, the
@@ -50,7 +50,7 @@ def window_attention_forward(
 @triton.jit
 def window_attention_backward(
     dout, packed, bias, padding, cosine_scale,  # inputs as in forward; dout (B, H, W, heads, D)
-    dpacked, dbias, dpadding, dscale,  # as packed; float32 sums (P, heads, N, N), (P, 3, heads, D), (P, heads)
+    dpacked, dbias, dpadding, dscale,  # as packed; float32 sums: (P, heads, N, N), (P, 3, heads, D), (P, heads)
     heads, height, width, down, across, windows, shift_h, shift_w, scale,
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
@@ -121,8 +121,9 @@ def window_attention_backward(
 def _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr):
     """Compute (token, part, real, here) for positions n of a window.
 
-    token: the position's index on the map. part: the index of the position's region, because a shifted window contains
-    up to four regions of the map. real: whether n is in the window. here: whether n is on the map, not in the padding.
+    token: the position's index on the map. part: the index (0 to 3) of the map's region from which the position comes;
+    a shifted window joins up to four regions. real: whether n is in the window. here: whether n is on the map, not in
+    the padding.
     """
     row = window // across % down * WINDOW_H + n // WINDOW_W + shift_h
     column = window % across * WINDOW_W + n % WINDOW_W + shift_w
@@ -140,8 +141,8 @@ def _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H: 
 def _vectors(
     packed, padding, token, feature, real, here, part: tl.constexpr, head, heads, D: tl.constexpr, PADDING: tl.constexpr
 ):
-    """Queries (part 0), keys (1) or values (2) of a head, (positions, BLOCK_D); zeros for positions and features that
-    do not exist.
+    """Queries (part 0), keys (1) or values (2) of a head, (positions, BLOCK_D); zeros for positions outside the window
+    and for features from D on.
     """
     place = ((token * 3 + part) * heads + head)[:, None] * D + feature[None, :]
     values = tl.load(packed + place, mask=here[:, None] & (feature < D)[None, :], other=0.0)

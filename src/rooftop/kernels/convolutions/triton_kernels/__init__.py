@@ -1,1 +1,1 @@
-"""The Triton kernels of convolutions, in one file for each file of operators or launches."""
+"""The Triton kernels of convolutions and max pools."""

@@ -22,8 +22,8 @@ With SPLIT > 1, SPLIT programs share the steps through K of each tile. Each prog
 program that finishes last adds the sums of all programs in the order of their parts of K. No sum uses atomics, so
 results are deterministic.
 
-`conv_act_finish` computes the operations after a convolution by cuDNN. `conv_act_pack` copies images of few channels so
-that a line of a window is contiguous in memory.
+After a convolution that cuDNN computes, `conv_act_finish` computes the operations that follow it. `conv_act_pack`
+copies images of few channels so that a line of a window is contiguous in memory.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def conv_act_persistent(
 @triton.jit
 def conv_act_single(
     image, weight, y, residual,  # descriptors, as above
-    bias, sums, arrived,  # shapes: (O,), (SPLIT, tiles, COLUMNS, pixels of a tile), (tiles,): zeros before and after
+    bias, sums, arrived,  # (O,), (SPLIT, tiles, COLUMNS, pixels of a tile), (tiles,); arrived: 0 on entry and exit
     images, lines, pixels, columns,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
     TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
@@ -122,7 +122,7 @@ def conv_act_single(
 @triton.jit
 def conv_act_gathered(
     x, weight, y, residual,  # x (N, H, W, C) strided with C fastest; weight (O, taps * C); y, residual (pixels, O)
-    bias, sums, arrived,  # shapes: (O,), (SPLIT, tiles, ROWS, COLUMNS), (tiles,): zeros before and after
+    bias, sums, arrived,  # shapes: (O,), (SPLIT, tiles, ROWS, COLUMNS), (tiles,); arrived: 0 on entry and exit
     rows, columns, height, width, lines, pixels, x_image, x_line, x_pixel,  # lines, pixels: OH, OW
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
     TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, CHANNELS: tl.constexpr,

@@ -1,10 +1,10 @@
 """The Triton kernel of y = activation(conv2d(x, weight) + bias + residual) for depthwise convolutions.
 
-A depthwise convolution has no matrix product: each pixel of a channel is a weighted sum of the KH * KW pixels of its
-window. If each tap read its pixel from memory, the caches would deliver each pixel KH * KW times. So each thread
-computes a run of neighbouring pixels of a line. For each line of the window, the thread reads a pixel once, and adds
-the pixel to all sums whose windows contain it. A program computes runs in adjacent lines, so that lines in several
-windows are read from the L1 cache.
+A depthwise convolution has no matrix product: each pixel of the result is a weighted sum of the KH * KW pixels of its
+window, in the same channel. If each tap read its pixel from memory, the caches would deliver each pixel KH * KW times.
+So each thread computes a run of neighbouring pixels of a line. For each line of the window, the thread reads a pixel
+once, and adds the pixel to all sums whose windows contain it. A program computes runs in adjacent lines, so that lines
+in several windows are read from the L1 cache.
 """
 
 from __future__ import annotations

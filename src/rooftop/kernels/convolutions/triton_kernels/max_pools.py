@@ -1,4 +1,4 @@
-"""The Triton kernel of max pooling, channels last; `max_pools.py` has the operator."""
+"""The Triton kernel of max pooling, channels last; `../max_pools.py` has the operator."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The Triton kernels of lookups, in one file for each file of operators or launches."""
+"""The Triton kernels of embeddings and of trilinear interpolation."""

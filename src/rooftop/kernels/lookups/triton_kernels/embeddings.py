@@ -28,8 +28,8 @@ def add_equal(
     items, width, table_rows, skipped, value_stride,
     ITEMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of one token. There is one program for each position: the program of the token's first position
-    stores the sum, and the programs of the token's later positions store nothing.
+    """Sum the rows of `values` at the positions of one token. There is one program for each position: the program of
+    the token's first position stores the sum, and the programs of the token's later positions store nothing.
     """
     first = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

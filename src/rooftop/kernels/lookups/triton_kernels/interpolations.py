@@ -1,4 +1,4 @@
-"""Triton kernels of the trilinear interpolation; `interpolations.py` has the operator.
+"""Triton kernels of the trilinear interpolation; `../interpolations.py` has the operator.
 
 A program computes POINTS points and CHANNELS channels at a time. A program starts the loads of all eight corners before
 it uses the first corner, and neighbouring threads read neighbouring channels. The argument `units` is C / UNIT, so that

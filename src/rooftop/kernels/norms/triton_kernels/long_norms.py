@@ -1,12 +1,13 @@
-"""Triton kernels of layer norm and RMS norm for rows that do not fit a program's registers; `norms.py` has shared
-functions.
+"""Triton kernels of layer norm and RMS norm for rows that do not fit a program's registers; `triton_kernels/norms.py`
+has shared functions.
 
 Forward reads a row twice. The second pass runs from the end of the row to its beginning, so that it starts with the
 elements that the first pass read last and that are still in L2. Backward has two kernels. The first kernel computes
 sums along rows. The second kernel uses the sums of the first kernel, computes dx in blocks of columns, and sums over
 rows.
 
-SHIFT: rows are not aligned to 16 bytes, so the kernel loads the groups of eight elements that enclose a row (norms.py).
+SHIFT: rows are not aligned to 16 bytes, so the kernel loads the groups of eight elements that enclose a row (see
+`triton_kernels/norms.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rooftop.kernels.norms.triton_kernels.norms import enclosing, shift_of
 @triton.jit
 def norm_forward_long(
     x, residual, input_bias, weight, bias,  # x, residual (M, N); input_bias, weight, bias (N,); all but x may be None
-    y, total, mean, rstd,  # y, total (M, N); mean, rstd (M,); total is None if nothing is added, mean for an RMS norm
+    y, total, mean, rstd,  # (M, N) twice, (M,) twice; total is None if nothing is added; mean is None for RMS
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +110,8 @@ def norm_row_sums(
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the means along long rows that dx needs: the mean of dy * weight, and the mean of dy * weight times the
-    normalized x. In a layer norm of float32 rows, also compute the rounding error of the mean of x (norms.py).
+    normalized x. In a layer norm of float32 rows, also compute the rounding error of the mean of x (see
+    `triton_kernels/norms.py`).
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT

@@ -120,7 +120,7 @@ def norm_forward(
 @triton.jit
 def norm_forward_shifted(
     x, residual, input_bias, weight, bias, y, total, mean, rstd,  # as in `norm_forward`, but contiguous
-    rows, columns, eps,  # the number of rows is a multiple of 8
+    rows, columns, eps,  # the number of rows must be a multiple of 8
     RMS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -338,7 +338,7 @@ def norm_backward(
 def norm_backward_shifted(
     dy, dtotal, x, weight, mean, rstd, dx,  # as in `norm_backward`, but contiguous
     partial,  # (programs * ROWS, 2, N)
-    rows, columns,  # the number of rows is a multiple of 8
+    rows, columns,  # the number of rows must be a multiple of 8
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""The Triton kernel that copies a matrix and adds zeros; `padded_rows.py` explains its purpose."""
+"""The Triton kernel that copies a matrix and adds zeros; `../padded_rows.py` explains its purpose."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The Triton kernels of sites, in one file for each file of operators or launches."""
+"""The Triton kernels of sparse convolutions and of pooling over sites."""

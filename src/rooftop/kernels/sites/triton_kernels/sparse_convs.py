@@ -1,4 +1,4 @@
-"""Triton kernels of sparse convolution; `sparse_convs.py` has the operator and explains the kernels.
+"""Triton kernels of sparse convolution; `../sparse_convs.py` has the operator and explains the kernels.
 
 A neighbour table has a row for each result and a column for each tap of the window. An element is the site at that tap,
 or -1. Out-of-range sites count as -1. WIDE: some memory offset needs 64 bits.
@@ -99,7 +99,7 @@ def sparse_conv_rows(
 
 @triton.jit
 def sparse_conv_weight_gradient(
-    features, gradient, table, lists, counts,  # (N, C); (M, O); (M, T), if BLOCK of `sort_table`; see LISTED; (T,)
+    features, gradient, table, lists, counts,  # (N, C); (M, O); (M, T), `sort_table`'s if BLOCK; see LISTED; (T,)
     sums,  # (pieces, O, C)
     sites, rows, capacity, parts,
     LISTED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,

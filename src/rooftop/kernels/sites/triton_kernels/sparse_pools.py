@@ -1,5 +1,5 @@
-"""Triton kernels of pooling over sites; `sparse_pools.py` and `sparse_global_pools.py` have the operators and explain
-the kernels.
+"""Triton kernels of pooling over sites; `../sparse_pools.py` and `../sparse_global_pools.py` have the operators and
+explain the kernels.
 
 `triton_kernels/sparse_convs.py` describes the table of neighbours. Out-of-range sites and results count as absent.
 WIDE: some offset needs 64 bits. AHEAD: number of taps of a row that are loaded at the same time.
