@@ -104,7 +104,7 @@ class ModuleTracker:
         self.uncounted: dict[str, str] = {}
         self._thread = threading.get_ident()
         self._optimizers = WeakIdKeyDictionary()  # optimizers whose `step` ran -> number of steps
-        self._optimizer_traffic: OptimizerTraffic | None = None  # set only in a snapshot
+        self._optimizer_traffic: OptimizerTraffic | None = None  # set only in a copy (`snapshot`)
         self._paths = ModulePaths()
         self._running = RunningCalls()  # each call of a module, with the backward node that called it, or None
         self._makers = NodeMakers()
@@ -200,7 +200,7 @@ class ModuleTracker:
 
     def locate(self) -> tuple[str, str]:
         """(scope, phase) of the operator that is being dispatched now."""
-        if self._running.settle(sys._getframe(1)):  # the program caught an exception: no nodes have been created since
+        if self._running.settle(sys._getframe(1)):  # module calls ended with an exception; no new nodes since
             self._makers.operator(self._outside())
         running = self._running.innermost
         node = torch._C._current_autograd_node()
@@ -244,7 +244,7 @@ class ModuleTracker:
         self._running.settle(call.f_back)
         try:
             scope = self._paths.of_call(module, self._running.names)
-        except Exception as error:  # attributes of the module cannot be read
+        except Exception as error:  # reading an attribute of the module raised
             pass_on(error)
             self.uncounted[type(module).__name__] = in_a_line(error)
             scope = LOSS if self._running.innermost is None else self._running.innermost
@@ -271,7 +271,7 @@ class ModuleTracker:
             self.uncounted[type(module).__name__] = in_a_line(error)
 
     def _outside(self) -> str:
-        """The scope of the backward nodes that are created after a module has ended."""
+        """The scope of nodes created after a module's call has ended: the scope of the code that called the module."""
         node = torch._C._current_autograd_node()
         if node is not None:
             return self._running_in(node)[0]

@@ -178,8 +178,8 @@ class Findings:
 
         Args:
             labelled_ms: the time that each operator takes on the GPU, in a step with labels, in order of execution.
-            host_ms: the time that the host takes to launch all operators. Within this time, the host launches at the
-                measured step's pace.
+            host_ms: the time that the host takes to launch all operators. The launches are spread over this time as in
+                the measured step.
         """
         kernels = [max(1, len(op.kernels)) for op in self.operators]
         launched, done_ms, total = 0, 0.0, sum(kernels)

@@ -106,7 +106,7 @@ def _recast(record: Record, kind: str, in_float32: bool, half: set[int], written
         return Recast(False, 1.0)
     name = record.name.removeprefix("aten::")
     matrix = name.removesuffix("_backward") in IN_BFLOAT16[kind]
-    if not record.outputs:  # only the profiler recorded the operator
+    if not record.outputs:  # the profiler recorded the operator, but no tensors of it
         return Recast(matrix, 1.0 if in_float32 else 0.5)
     forward = record.phase == "forward"
     floats = [t for t in record.inputs if t.dtype == torch.float32 and t.shape]

@@ -25,7 +25,7 @@ TIME_CHANNELS_LAST = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "oth
 """For each class of convolutions, the time in channels last divided by the time in channels first, as torch.compile
 assumes.
 """
-FEW = 300  # at this many graph nodes per convolution, or more, the compiler keeps the layout
+FEW = 300  # at this many graph nodes per convolution, or more, the compiler does not change the layout of images
 
 
 def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator], on_gpu: bool) -> bool:
