@@ -93,7 +93,7 @@ def _padded(tensor: Tensor, multiple: int) -> Tensor:
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask as (B, H, S_q, S_k), with rows padded in memory to multiples of 16 elements."""
+    """The mask expanded to (B, H, S_q, S_k). In memory, each row of S_k elements is padded to a multiple of 16."""
     if mask is None:
         return None
     keys = key.shape[2]

@@ -322,7 +322,7 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's own code (outside torch and Rooftop)."""
+    """ " (file:line)" of the innermost call in the user's own code (outside torch and Rooftop); "" if there is none."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

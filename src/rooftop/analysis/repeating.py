@@ -26,8 +26,8 @@ from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
 MOST_BYTES = 0.4  # maximum size of a call's input tensors, as a share of the free memory
-MOST_SECONDS = 1.0  # on a CPU, maximum seconds for all calls of one measurement together
-SLOW_MS = 100.0  # on a CPU, a call that takes longer than this is timed on its first run
+MOST_SECONDS = 1.0  # on a CPU, once one measurement has taken this many seconds, no further call begins
+SLOW_MS = 100.0  # on a CPU, a call whose first run takes longer than this is not run again; the first run's time counts
 
 
 @dataclass(frozen=True)

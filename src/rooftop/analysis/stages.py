@@ -42,10 +42,9 @@ NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
 RANK_STEPS = 6  # number of steps of a rank under the profiler
 # stage `before` ends after this many steps, or after this many seconds if it has at least `LEAST_TIMED` steps
 BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0
-MOST_REPEATS = 5  # largest total number of repeats of watched stages, because a step was not typical
+MOST_REPEATS = 5  # most repeats, in all watched stages together, of steps that were not typical
 
-# largest number of module calls (from outside any module) in one watched stage; the profiler needs at least 50 kB for
-# each call
+# largest number of calls of outermost modules in one watched stage; the profiler needs at least 50 kB for each call
 MOST_MODULE_CALLS = 3_000
 # A watched stage is given up if it takes longer than both limits: this many seconds, and this many times the median
 # step.

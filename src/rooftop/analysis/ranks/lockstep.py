@@ -242,7 +242,7 @@ def _failure(number: int, error: Exception | None) -> MeasurementError:
         first = store.compare_set(f"rooftop/{number}/failed", "", mine).decode()
         if error is not None:
             store.set(f"rooftop/{number}/{rank}", b"")
-    except Exception:  # rank 0 served the store, and has ended: it reports its own failure
+    except Exception:  # rank 0, which serves the store, has ended and reports its failure
         why = "" if error is None else f"; rank {rank} could not report its own error: {_reason(error)}"
         first = mine if rank == 0 else f"rank 0 of {ranks} failed: it has ended{why}"
     return MeasurementError(first or mine)
@@ -258,7 +258,7 @@ def _watching(number: int) -> Iterator[None]:
     """With NCCL, if any rank records a failure during the block, abort this rank's communicators. A collective in which
     this rank waits for the failed rank then ends.
 
-    gloo cannot be aborted; it notices the end of the failed process by itself.
+    gloo cannot be aborted; its collectives fail by themselves when the failed process ends.
     """
     if "nccl" not in dist.get_backend():
         yield

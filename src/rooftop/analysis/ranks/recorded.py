@@ -31,7 +31,7 @@ STEPS_BETWEEN_WAITS = {"cpu": 1, "cuda": 2}
 """Number of steps in a stretch. At the end of a stretch, the host waits for the device. (If each step on a GPU were a
 stretch, launches would count as exposed communication.)
 """
-# maximum time that the first rank waits, at its end, for each other rank in turn
+# maximum time that the first rank waits for each other rank in turn, after its own script has ended
 ROW_TIMEOUT = timedelta(seconds=60)
 
 
