@@ -269,7 +269,7 @@ class StepFinder:
             self._marked(Level.OPTIMIZER, optimizer)
 
     def _is_elsewhere(self) -> bool:
-        """Whether the call is in another thread, or inside a backward pass."""
+        """Whether this code runs in another thread than the recorded one, or inside a backward pass."""
         return threading.get_ident() != self._thread or torch._C._current_autograd_node() is not None
 
     # ---- the event that ends a step --------------------------------------------------------------------------------
@@ -305,8 +305,8 @@ class StepFinder:
         self._others.clear()
 
     def _is_coarser(self, what: Any) -> bool:
-        """Whether this marker has occurred twice, each time after the same number (2 to `MOST_INNER_STEPS`) of the
-        leading marker's steps."""
+        """Record an occurrence of this marker. Whether its last two occurrences each came after the same number (2 to
+        `MOST_INNER_STEPS`) of the leading marker's steps."""
         other = self._others.setdefault(self if what is None else what, _Other())
         since, before = self._led - other.led, other.since
         other.led, other.since = self._led, since
@@ -323,9 +323,9 @@ class StepFinder:
 
 
 class _Other:
-    """Counts of a marker other than the leading marker. `led`: number of leading steps before the marker's last
-    occurrence. `since`: number of leading steps between its last two occurrences. `alone`: how often the marker has
-    occurred since the last leading step. `alone_since`: the number of that leading step, counted from 1.
+    """Counts of a marker other than the leading marker. `led`: number of leading steps from the beginning until the
+    marker's last occurrence. `since`: number of leading steps between its last two occurrences. `alone`: how often the
+    marker has occurred since the last leading step. `alone_since`: the number of that leading step, counted from 1.
     """
 
     def __init__(self) -> None:

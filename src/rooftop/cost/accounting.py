@@ -138,8 +138,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What formulas need to know of an operator's schema: default arguments, the written arguments and the number of
-    results. It is extracted only once per operator, because reading a schema is slow.
+    """What formulas need of an operator's schema: the arguments' defaults, the names of the arguments that the operator
+    writes, and the number of results. It is read only once per operator, because reading a schema is slow.
     """
 
     defaults: dict[str, Any]
@@ -270,7 +270,7 @@ def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _memory(tensor: Tensor) -> int:
-    """A key that identifies the tensor's memory. An opaque tensor is its own key."""
+    """A key that identifies the tensor's memory: its storage, or for an opaque tensor the tensor itself."""
     return id(tensor) if _is_opaque(tensor) else tensor.untyped_storage()._cdata
 
 
@@ -344,8 +344,8 @@ def matrix_precision(tensor: Tensor, *, convolution: bool = False) -> str:
     """
     device_type = counted_device_type() or tensor.device.type
     if tensor.dtype in (torch.float32, torch.complex64) and device_type == "cuda":
-        # reading `allow_tf32` raises once a program has used these newer switches, which also reflect the older
-        # switches
+        # `fp32_precision` also reflects the older switch `allow_tf32`. Reading `allow_tf32` itself raises an error if
+        # the program has set `fp32_precision`.
         switch = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul  # type: ignore[attr-defined]
         return "tf32" if switch.fp32_precision == "tf32" else "fp32"
     return _MATRIX_PRECISION.get(tensor.dtype, "fp32")

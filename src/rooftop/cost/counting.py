@@ -316,8 +316,8 @@ def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
 
 
 def _tensor_spec(tensor: Tensor, known: dict[int, TensorSpec]) -> TensorSpec:
-    """The spec of a tensor. `known` holds this call's specs by tensor id, because most tensors occur twice in a
-    call."""
+    """The spec of a tensor. `known` holds the specs already made for this call, by tensor id, because most tensors
+    occur twice in a call."""
     spec = known.get(id(tensor))
     if spec is None:
         known[id(tensor)] = spec = _described(tensor)
@@ -383,6 +383,6 @@ def _require_figures(cost: Cost) -> None:
 
 
 def _in_place(cost: Cost, call: Call) -> Cost:
-    """The cost, with memory that the call both reads and writes marked as shared."""
+    """The cost, with `shared_bytes` set to the bytes that the call both reads and writes."""
     touched = distinct_bytes([*call.read_tensors, *call.written_tensors])
     return replace(cost, shared_bytes=max(0, cost.bytes - touched))

@@ -65,7 +65,8 @@ def singular_value_flops(m: int, n: int, vectors: bool, full: bool) -> float:
 
 
 def _of_matrix(count: Count, *, unread: tuple[str, ...] = ()) -> Formula:
-    """A formula for an operator on its first argument, a matrix or a batch of matrices."""
+    """A formula for an operator whose first argument is an (m, n) matrix or a batch of them, with `count(m, n)` flops
+    for each matrix."""
 
     def formula(call: Call) -> Cost:
         matrix: Tensor = next(iter(call.arguments.values()))  # (..., m, n)

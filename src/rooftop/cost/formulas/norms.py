@@ -138,6 +138,6 @@ cost_of(*aten("batch_norm_gather_stats batch_norm_gather_stats_with_counts"))(
 cost_of("aten::batch_norm_backward_reduce")(streaming(6, per="input", unread=["weight"]))
 cost_of("aten::batch_norm_backward_elemt")(streaming(6, per="input"))
 
-# w = v · g / ‖v‖ takes square, add and scale. Backward takes twice that, and a projection.
+# w = v · g / ‖v‖ takes a square, an addition and a scaling for each element; backward counts twice as much.
 cost_of("aten::_weight_norm_interface")(streaming(3, per="v"))
 cost_of("aten::_weight_norm_interface_backward")(streaming(6, per="saved_v"))

@@ -58,7 +58,7 @@ def histogram(call: Call) -> Cost:
     return Cost(distinct_bytes(read), distinct_bytes(call.written_tensors), arithmetic(flops, read))
 
 
-# Selection, and also `unique`, needs at least one comparison for each element.
+# These operators need at least one comparison for each element.
 cost_of(
     *aten("kthvalue median mode nanmedian topk _unique _unique2 unique_consecutive unique_dim unique_dim_consecutive")
 )(streaming(1, per="self"))

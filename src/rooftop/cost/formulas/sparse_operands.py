@@ -94,8 +94,8 @@ def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tens
     if not is_sparse(target):
         places = sum(map(stored_elements, sparse))
         return distinct_bytes(sparse) + sum(addressed_bytes(t, places) for t in dense), addressed_bytes(target, places)
-    # Each element of the result was in one operand, in the other operand, or in both. So the bytes of the result count
-    # as read. An operator that only overwrites `target` reads just the other operands.
+    # A sparse sum in place: each stored element of the result was stored in `target`, in the other operand, or in both.
+    # So the bytes of the result count as read. An operator that only overwrites `target` reads just the operands.
     if any(tensor is not target for tensor in sparse):
         overwritten = all(tensor is not target for tensor in sparse)
         return distinct_bytes(sparse if overwritten else [target]), tensor_bytes(target)
