@@ -269,8 +269,8 @@ def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]
     threads = threading.local()  # per thread, as torch's mark is: backward passes run in other threads
 
     def calls() -> tuple[RunningCalls, RunningCalls]:
-        """Return the scopes of this thread's running modules, and the arguments of `mark` for its running modules and
-        optimizers."""
+        """Return this thread's stacks of running calls: the scopes of its modules, and the arguments of `mark` for its
+        modules and optimizers."""
         if not hasattr(threads, "calls"):
             threads.calls = RunningCalls(), RunningCalls()
         scopes, marks = threads.calls

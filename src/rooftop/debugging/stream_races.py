@@ -176,7 +176,7 @@ class _Watcher:
             getattr(self._events, f"_handle_{event}")(*args)
 
     def record_stream(self, address: int, stream: int) -> None:
-        """Record that the allocator keeps the storage until this stream has finished using it."""
+        """Record a call of `record_stream`: when the storage is freed, the allocator waits for this stream's work."""
         self._recorded.setdefault(address, set()).add(stream)
 
     def launch(self, stream: int, launch: _Launch) -> None:
@@ -191,7 +191,7 @@ class _Watcher:
         tensors = self._events.tensors_accessed
         tensors.ensure_tensor_does_not_exist(address)
         tensors.create_tensor(address, None)
-        # A stream that writes the new tensor must wait for streams that still use the old tensor.
+        # A stream that writes the new tensor must wait for the streams that used the freed tensor at this address.
         tensors.accesses[address].reads.extend(self._left.pop(address, []))
         self._allocated[address] = self._events.seq_num
 

@@ -126,8 +126,8 @@ class Errors:
         return max(of_worst, _ratio(rms, ALLOWED * max(plain, usual) + rounding))
 
     def _means(self) -> tuple[float, float, float]:
-        """Root mean squares of three errors against the float64 model: the changed module's, the original's, and one
-        rounding of the exact result.
+        """Root mean squares of three errors against the float64 model: the changed module's, the original's, and the
+        error of rounding the float64 result once to the result's dtype.
         """
         rms, plain, rounding = (
             math.sqrt(each / self.count) for each in (self.squares, self.plain_squares, self.rounding_squares)
@@ -166,6 +166,6 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
 
 def _ratio(error: float, allowed: float) -> float:
     """The error divided by the allowed error. The allowed root mean square may be 0, because squares of tiny float64
-    numbers underflow. The result is then 0, so the worst element decides.
+    numbers underflow. In that case this returns 0, so that the largest error of an element decides.
     """
     return error / allowed if allowed else 0.0

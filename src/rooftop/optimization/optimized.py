@@ -327,7 +327,7 @@ class _State:
         self.versions, self.addresses, self.kinds = self._versions(), self._addresses(), self._kinds()
         self.hooks = RemovableHandle.next_id
         self.unchanged = not any(self.candidate.changes.values())
-        self._quick: set[Hashable] = set()  # quick keys of proven calls
+        self._quick: set[Hashable] = set()  # the `_quick_key`s of proven calls
         self.modules = contents.modules
         self.modes = [module.training for module in self.modules]
         # On a GPU, the host first launches the faster model, and checks the call while the GPU runs. If a check

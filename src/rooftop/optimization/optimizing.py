@@ -114,7 +114,7 @@ def optimize(
             tried[1] = replace(tried[1], needed="")
             tried += [drawn(f"draw() {i + 1}") for i in range(2)]
         check_nothing_is_carried(module, step, tried[:2])
-        twin = Candidate.of(module, None, train, tensors_of(given)).model  # calls may leave values in attributes
+        twin = Candidate.of(module, None, train, tensors_of(given)).model  # a copy, because calls may change attributes
         check_taken(twin, step, tried)
 
         def gate() -> Gate:
@@ -125,7 +125,7 @@ def optimize(
         proven = [given, *(each.given for each in claimed)]
 
         def wrap(candidate: Candidate) -> OptimizedModule:
-            return OptimizedModule(module, candidate, proven)  # created in the mode in which it is proven
+            return OptimizedModule(module, candidate, proven)  # created in the train or eval mode in which it is proven
 
         ends = began + budget_s
         builder = Builder(twin, optimizer, step, gate, given, ends, fresh, originals)
@@ -230,7 +230,7 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
     for kind in dict.fromkeys(rule.kind for rule in rules if rule.kind):
         same = [rule.name for rule in rules if rule.kind == kind]
         if len(same) > 1:
-            raise InputError(f"{path} has the rules {' and '.join(same)}, of which a search keeps only one: remove one")
+            raise InputError(f"{path} has the rules {' and '.join(same)}, which exclude each other: remove one")
     return rules, plan
 
 

@@ -110,7 +110,7 @@ class Step:
         """A random gradient of an output, with the same values in each call and for all dtypes."""
         key = place, output.shape, output.dtype, output.device
         known = self._slopes.get(key)
-        if known is None or known._version != 0:  # a backward function wrote to the tensor
+        if known is None or known._version != 0:  # or a backward function wrote to the kept tensor
             generator = torch.Generator(output.device).manual_seed(SEED + place)
             values = torch.randn(output.shape, generator=generator, device=output.device)
             known = self._slopes[key] = values.to(output.dtype, copy=True)
@@ -141,7 +141,7 @@ def outcome_of(step: Step, call: Callable[..., Any], model: nn.Module, given: Ar
         model: the model that `call` runs; its parameters and buffers are read.
 
     Raises:
-        TypeError: a result may contain tensors that cannot be compared.
+        TypeError: the outputs may contain tensors that cannot be compared.
         Exception: any error that the call raises.
     """
     _delay(given)
@@ -157,7 +157,7 @@ def outcome_of(step: Step, call: Callable[..., Any], model: nn.Module, given: Ar
             structure = signature((output, given), _layout)[0]
         except TypeError as error:
             raise TypeError(
-                f"optimize: a result may contain tensors that cannot be compared: {error}. Let the model return "
+                f"optimize: the outputs may contain tensors that cannot be compared: {error}. Let the model return "
                 "tensors (transformers: use_cache=False)"
             ) from error
         values = {f"result {i}": _dense(t) for i, t in enumerate(results)}
@@ -233,8 +233,8 @@ def _address(tensor: Tensor) -> int | None:
 def _delay(given: Arguments) -> None:
     """Make the GPU wait for a while.
 
-    The arguments are copied after this delay. So a kernel on another stream that does not wait for this stream reads
-    the old values, which reveals the error.
+    The arguments are copied after this delay. So a kernel on another stream that fails to wait for this stream reads
+    the old values, and its wrong results reveal the missing synchronization.
     """
     device = next((t.device for t in tensors_of(given) if t.is_cuda), None)
     if device is not None:

@@ -174,7 +174,7 @@ class Profiles:
             return ahead(step_of(candidate, self._step, copied(self._given)), candidate.device, wall_ms)
 
     def _peak_bytes(self, candidate: Candidate) -> int:
-        """Additional bytes of GPU memory at the peak of a candidate's step; 0 on a CPU."""
+        """Bytes of GPU memory at the peak of a candidate's step, beyond those allocated before it; 0 on a CPU."""
         device = candidate.device
         if device.type != "cuda":
             return 0
