@@ -286,8 +286,8 @@ class Search:
         return not rule.opaque or self._waited or repeated_calls.wait(0.0)
 
     def _changes_something(self, rule: Rule) -> bool:
-        """Whether the rule changes anything in the model, by building a candidate. True also if building fails: the
-        later trial of the rule reports the error.
+        """Build a candidate with the rule, and return whether the rule changed anything. True also if building fails:
+        the later trial of the rule reports the error.
         """
         try:
             return bool(self._builder.built([rule]).changes[rule.name])

@@ -136,7 +136,7 @@ class TrialOrder:
 
     def _next(self, times: Times, left_s: float) -> Rule:
         """The rule to try next: the first waiting rule. But if this rule compiles the whole model or its blocks, the
-        time left decides which of these two rules is next.
+        time left decides whether the whole model or the blocks are compiled next.
         """
         first, whole, blocks = self._first_ready(), self._waiting_for(WHOLE), self._waiting_for(BLOCKS)
         if whole is None or blocks is None or first not in (whole, blocks):

@@ -267,7 +267,7 @@ class Structure:
             raise CannotFoldError(f"it follows {before}, a {type(convolution).__name__}")
         self._check_once(convolution, before)
         if was_asked(source):
-            raise CannotFoldError(f"forward looks at the type of the output of {before}")
+            raise CannotFoldError(f"a forward asks for the type of the output of {before}")
         if len(source.users) > 1:
             raise CannotFoldError(f"the output of {before} is used elsewhere, too")
         if len(source.args) != 1 or source.kwargs:
@@ -312,7 +312,8 @@ def _of(called: str, what: str) -> str:
 
 
 class _Reads(LightMode):
-    """Record the modules whose tensors a traced forward reads other than by attribute, for example by `parameters()`.
+    """Record the modules whose tensors a traced forward gets in another way than as an attribute (`self.weight`), for
+    example by `parameters()`.
 
     Attributes:
         found: names of these modules.
@@ -445,7 +446,7 @@ def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_n
     """Fold a norm into a convolution, or raise CannotFoldError before any change."""
     for module, called in ((convolution, convolution_name), (norm, "it")):
         if plain := sorted(vars(module).keys() & {*TENSORS}):
-            raise CannotFoldError(f"{_of(called, plain[0])} is neither a parameter nor a buffer")
+            raise CannotFoldError(f"{_of(called, plain[0])} is a plain attribute, neither a parameter nor a buffer")
     dimensions = CONVOLUTIONS[type(convolution)]
     old, old_bias = convolution.weight, convolution.bias
     assert isinstance(old, Tensor)
@@ -504,8 +505,8 @@ def _scale_and_shift(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
 
 
 def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
-    """Return (scale, shift) of a frozen norm whose eps is unknown, found by running it. They are computed from the
-    results for inputs of 0 and 1 in float64, and checked with other inputs.
+    """Return (scale, shift) of a frozen norm, found by running it, since its class decides its eps. They are computed
+    from the results for inputs of 0 and 1 in float64, and checked with other inputs.
     """
     example = norm.running_mean
     assert isinstance(example, Tensor)

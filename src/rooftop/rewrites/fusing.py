@@ -333,7 +333,7 @@ def _computed(module: nn.Conv2d, input: Tensor, residual: Tensor | None, activat
 
 class _Promise:
     """The output of a convolution that will be computed with the following operations. Access to an attribute of a
-    tensor, except `dim` and METHODS, computes the convolution without the activation.
+    tensor, except `dim` and METHODS, computes the output at once, without an activation.
     """
 
     def __init__(self, convolution: nn.Conv2d, input: Tensor, residual: Tensor | None = None) -> None:
@@ -346,7 +346,7 @@ class _Promise:
         return 4
 
     def value(self) -> Tensor:
-        """The result without the activation."""
+        """The convolution's output, with the addend if there is one, but without an activation."""
         if self.settled is None:
             self.settled = self._with(None)
         return self.settled

@@ -234,8 +234,8 @@ def recorded(
         UncapturedError: the host synchronizes with the GPU, or the capture failed.
         OutOfMemoryError: the capture needs more memory.
     """
-    # The run in `waits` is also unaware: PyTorch compiles code again for the function that `unaware` replaces, which
-    # must happen before the capture.
+    # `waits`, too, runs the model inside `unaware`: PyTorch compiles code again for the function that `unaware`
+    # replaces, and must do so before the capture.
     with unaware(stream) as audience:
         found = waits(call)
         try:
@@ -316,7 +316,7 @@ def waits(call: Callable[[], Any]) -> list[str]:
         line: str | None = None,
     ) -> None:
         if "called a synchronizing CUDA operation" in str(message):
-            if threading.get_ident() == here:  # PyTorch's sync debug mode applies to the whole process
+            if threading.get_ident() == here:  # other threads warn as well: the debug mode is of the process
                 found.append(f"{filename}:{lineno}")
         elif "Synchronization debug mode is a prototype" not in str(message):
             shown(message, category, filename, lineno, file, line)

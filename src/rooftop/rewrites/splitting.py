@@ -72,7 +72,7 @@ class Chain:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes on which the path of a forward may depend."""
+    """The attributes (plain values) on which a forward's control flow may depend."""
     return {name: value for name, value in vars(module).items() if name[0] != "_" and isinstance(value, PLAIN)}
 
 

@@ -77,8 +77,8 @@ def _module_of(proxy: fx.Proxy) -> nn.Module | None:
 
 
 def _spaces(model: nn.Module) -> list[dict[str, Any]]:
-    """The dictionaries of global names of the files that define the model's classes and replaced methods, without
-    PyTorch's.
+    """The globals, one dict per Python file, of the files that define the classes of the model's modules and their
+    replaced methods; without PyTorch's files.
     """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     values = [vars(each) for each in (*model.modules(), *filter(_is_of_the_model, kinds))]
