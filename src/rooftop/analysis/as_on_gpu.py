@@ -4,7 +4,7 @@
 tensors. Nearly all operators are the same on CPU and GPU. Some composite operators call different operators on each
 device; `rooftop.analysis.gpu_operators.CHOSEN_BY_DEVICE` has the GPU's version of each.
 
-The table is applied at several levels of PyTorch, so that no caller is missed:
+This table, and related choices, are applied at several levels of PyTorch, so that no caller is missed:
 
     dispatcher      a kernel for the autograd key of the CPU: calls from Python, C++ (`F.multi_head_attention_forward`,
                     TorchScript) and the backward pass all pass through it
@@ -79,7 +79,8 @@ class _WholeComposites(LightMode):
 
 
 def _acquire() -> None:
-    """Replace the CPU's operators for the whole process, unless an outer block or another thread has done so."""
+    """Register the replacements, which act only in threads inside `as_on_gpu`. Skip this if an outer block or another
+    thread has registered them."""
     global _users, _registered
     with _LOCK:
         if _users == 0:

@@ -48,14 +48,14 @@ LOSS, AUTOGRAD, OPTIMIZER = "(loss)", "(autograd)", "(optimizer)"
 
 @dataclass
 class ModuleTraffic:
-    """Inputs and outputs of one module during one step, over all its calls.
+    """Inputs and outputs of one module during one step, summed over all its calls.
 
     Attributes:
         type: class name.
         calls: forward calls.
-        input_bytes: distinct bytes of the input tensors; `grad_input_bytes`: distinct bytes of the inputs that require
-            a gradient.
-        output_bytes: distinct bytes of the returned tensors.
+        input_bytes: distinct bytes of each call's input tensors; `grad_input_bytes`: of the inputs that require a
+            gradient.
+        output_bytes: distinct bytes of the tensors that each call returns.
         parameter_bytes: bytes of parameters and buffers, counted once; `trainable_bytes`: bytes of the parameters that
             receive a gradient.
         parameters: number of elements of each parameter, by the id of the parameter.
@@ -182,7 +182,8 @@ class ModuleTracker:
         return OptimizerTraffic(read, written, refuses)
 
     def observe(self, module: nn.Module | None, inputs: Any, output: Any) -> None:
-        """Add the inputs and outputs of one call of the root, `module`, to the root's traffic. None: add nothing."""
+        """Add the inputs and outputs of one call of the root, `module`, to the root's traffic. If `module` is None, add
+        nothing."""
         if module is not None:
             self._add_traffic("", module, list(tensors_in(inputs)), list(tensors_in(output)))
 
@@ -190,7 +191,7 @@ class ModuleTracker:
         self._hooks.close()
 
     def restart(self) -> None:
-        """Forget the last step: its traffic, and the nodes of its forward pass."""
+        """Before the next step, forget the traffic and the autograd nodes of the steps so far."""
         self.traffic.clear()
         self.uncounted.clear()
         self._optimizers = WeakIdKeyDictionary()

@@ -49,7 +49,7 @@ class Comparison:
 
     Attributes:
         speedup: wall time before divided by wall time after.
-        noise: relative noise of the wall time; a smaller change of the wall time is not significant.
+        noise: noise of the wall time, as a fraction of it; a smaller change of the wall time is not significant.
         figures: values of the step (times, roofs, bytes), in the order of the report.
         operators, modules: the largest change first.
         differences: other differences (device, inputs, versions, mode), each as a sentence.

@@ -134,8 +134,8 @@ class Findings:
         """The time in ms by which a step becomes shorter if its operators take `labelled_ms` less. The step never
         becomes shorter than the host's time to launch it.
 
-        The step and the host are compared at their fastest, because other work of the host delays the step equally with
-        and without the change.
+        The host's shortest time is compared with the step's shortest time, because other work of the host delays the
+        step equally with and without the change.
 
         Args:
             labelled_ms: time that a change to the program saves in operators, in a step with profiler labels.

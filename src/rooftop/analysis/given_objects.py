@@ -4,7 +4,7 @@ A step is run many times. If the step changes an object (a cache that grows by a
 a different problem, and the caller's object would stay changed. So Rooftop finds the containers and attributes that the
 first runs change, and restores them before each further run. At the end Rooftop restores all objects. Small tensors
 that a run writes in place (positions, lengths) are also restored before each run. Other tensors are restored only at
-the end, because their values do not affect sizes.
+the end, because the work of a run hardly depends on their values.
 
 The target's own state is restored in the same way: attributes of its modules, closures and globals of its functions.
 Objects that the first run creates for later runs (a mask) stay until the end of the measurement, and are then removed.

@@ -30,8 +30,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention in one kernel if a GPU has a kernel for these shapes, dtypes and masks, otherwise as separate
-    matrix products and a softmax."""
+    """Compute attention on fake CPU tensors, but with a GPU's operators: one kernel if a GPU has a kernel for these
+    shapes, dtypes and masks, otherwise separate matrix products and a softmax."""
     if query.dim() == 3 and all(t.dim() == 3 for t in (key, value)) and torch.__version__ >= TorchVersion("2.14"):
         # since PyTorch 2.14, tensors (H, S, D) count as a batch of one
         mask = attn_mask.unsqueeze(0) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask

@@ -48,8 +48,8 @@ class Held:
         everything: follow functions (their closures and the globals that they name), classes, modules and hooks of
             tensors as well.
         of_modules: whether all attributes of modules are restored. If False, only parameters, submodules and, unless
-            a module's class is PyTorch's, the attributes that other modules lack are restored. Buffers and hooks are
-            then followed, but not restored.
+            a module's class is PyTorch's, the attributes that not every `nn.Module` has are restored. Buffers and hooks
+            are then followed, but not restored.
         training: follow optimizers, schedulers and gradient scalers as well.
         installed: follow globals that are functions or classes of installed packages as well.
 
@@ -330,7 +330,8 @@ def named_globals(function: types.FunctionType) -> list[Any]:
 
 
 def globals_by_name(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """(name, value) of the globals that a function's code names. `code_names` also includes names of attributes."""
+    """(name, value) of the globals that a function's code names. A global with the name of an attribute in this code is
+    included, too (see `code_names`)."""
     names = function.__globals__
     return [(name, names[name]) for name in sorted(code_names(function.__code__) & names.keys())]
 

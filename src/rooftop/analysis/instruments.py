@@ -120,7 +120,8 @@ class MeasuredOperator:
 
 
 def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
-    """Check before any run that the trace file can be written. The profiler itself would only print a message.
+    """Check before any run that the trace file can be written. The profiler itself would print a message and raise no
+    error.
 
     Raises:
         ValueError: the trace cannot be written.
@@ -345,14 +346,14 @@ class CompiledInstrument:
 
 
 FASTER = 3
-"""Only the fastest labelled runs count: one in `FASTER` runs."""
+"""Only the fastest labelled runs count: the fastest 1/`FASTER` of them."""
 
 
 def medians(
     runs: Sequence[Labelled], notes: list[str], undisturbed: KernelTimes | None = None
 ) -> tuple[list[MeasuredOperator], float]:
     """Each operator's time in ms, and the total time in ms of the kernels without an operator: medians over the fastest
-    runs (one in `FASTER`).
+    runs (the fastest 1/`FASTER` of them).
 
     Slow runs do not count, because other work on the host can only make a run longer. For the same reason `analyze`
     reports a low percentile, the 10th, as the wall time (see `hardware.sequences`). If the runs differ in operators or

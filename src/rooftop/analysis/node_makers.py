@@ -84,7 +84,7 @@ class NodeMakers:
         """Record that an operator runs and may have created an autograd node.
 
         Args:
-            scope: name of the module that runs the operator. None: the module that ran before in this thread.
+            scope: name of the module that runs the operator. None: the scope last recorded for this thread.
             recomputed: whether a checkpoint is recomputing the operator's module. If nodes of a recomputed module run
                 at all, they run in an inner backward pass that another node starts.
         """

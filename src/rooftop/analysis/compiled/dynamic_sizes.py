@@ -120,7 +120,8 @@ def named_sizes(name: str) -> Sizes | None:
 
 
 def kept(graph: fx.Graph) -> fx.Graph:
-    """A copy of the graph with only the data needed to replace symbols by numbers: without module and constants."""
+    """A copy of the graph with only the data needed to replace symbols by numbers, without the graph's module and
+    constants."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     for node in copied.nodes:

@@ -2,8 +2,9 @@
 
 While `CompiledGraphs` is active, Rooftop keeps each graph that inductor compiles, with the list of the kernels that
 inductor generated from its nodes. The profiler marks each run of a graph with the graph's key. So each kernel can be
-traced to its graph and its nodes (see `kernel_work`). A graph for dynamic sizes also names the sizes of each run (see
-`dynamic_sizes`). Each graph break is recorded with its source line, each recompilation with the line of its function.
+traced to its graph and its nodes (see `kernel_work`). For a graph with dynamic sizes, the profile also has the sizes of
+each run (see `dynamic_sizes`). Each graph break is recorded with its source line, and each recompilation with the first
+line of the recompiled function.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     flops   of every operator in the kernel, even if another kernel computes that operator again
 
 Inductor splits large reductions into two kernels with the same nodes. The second kernel only combines the first
-kernel's partial results. Partial results are not necessary work, so only the second kernel's writes count.
+kernel's partial results. Partial results are not necessary work. So the first kernel counts as writing only as many
+bytes as the result has, and the second kernel's reads do not count.
 """
 
 from __future__ import annotations
