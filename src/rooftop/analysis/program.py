@@ -1,9 +1,10 @@
 """One step of the user's program, in a form that can be run repeatedly.
 
 For a module the step is a forward pass without gradients. In training the step is forward, backward and, if an
-optimizer is given, the optimizer's step. Any other callable is called directly. Afterwards all changes by the step are
-undone: in a module (buffers, gradients, train flags, and weights that the given optimizer does not update), in the
-arguments, in the target's own state (see `given_objects`), and in the random state.
+optimizer is given, the optimizer's step. Any other callable is called directly. After the last run (the end of
+`Program.preserved`), all changes by the steps are undone: in a module (buffers, gradients, train flags, and weights
+that the given optimizer does not update), in the arguments, in the target's own state (see `given_objects`), and in the
+random state.
 """
 
 from __future__ import annotations

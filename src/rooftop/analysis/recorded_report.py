@@ -1,4 +1,6 @@
-"""Make the report of a recording from its steady steps or, if these are too few, from its latest labelled steps."""
+"""Make the report of a recording: from all its stages or, if the program ran too few steps for them, from its latest
+labelled steps.
+"""
 
 from __future__ import annotations
 

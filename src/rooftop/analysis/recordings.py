@@ -205,8 +205,8 @@ class Recording:
         """Report that one step of the program has ended (call it last in the loop's body).
 
         Raises:
-            RuntimeError: the call is outside the `with` block, in a thread other than the block's, or inside another
-                recording; or the recording finds the steps by itself.
+            RuntimeError: the call is outside the `with` block or in a thread other than the block's, another recording
+                is open inside this one, or this recording finds the steps by itself.
         """
         if not self._open:
             raise RuntimeError("step() belongs inside the block: with rooftop.recording() as r: ... r.step()")

@@ -37,8 +37,8 @@ class Form:
     Attributes:
         dtype: replaces the call's floating-point dtypes; None: unchanged.
         channels_last: whether to make images and convolution weights channels last. If False, images and weights keep
-            their layout. An image of one pixel counts as channels first, because PyTorch treats feature maps that are
-            averaged to one pixel this way.
+            their layout. Images of one pixel always keep theirs, because PyTorch counts feature maps that are averaged
+            to one pixel as channels first.
         multiple: sides of matrices and lengths of vectors are rounded up to a multiple of this number.
     """
 
@@ -164,8 +164,8 @@ class _Repeated:
 
 
 def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
-    """Create a tensor with the recorded shape and layout, changed by the form. Integers are zero, floating-point
-    numbers are random.
+    """Create a tensor with the recorded shape and layout, changed by the form. Integers are zero. Floating-point
+    numbers are random on a GPU.
 
     On a CPU, all floating-point numbers are equal: this does not change the time of a call, and drawing random numbers
     would take longer than most calls.
