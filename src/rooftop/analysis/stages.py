@@ -74,7 +74,7 @@ def stages(*, found: bool, compiled: bool, ranks: bool, stays: bool = False) -> 
             from the first step on whether the program compiles code.
         compiled: whether the program compiles code.
         ranks: whether this is one of several ranks.
-        stays: whether CUPTI stays attached once a profiler has begun. If so, the profiler begins late.
+        stays: whether CUPTI stays attached once a profiler has begun. If so, some steps are timed before it begins.
     """
     first = "unwatched" if compiled or stays else "whole"
     warm_up = COMPILED_WARM_UP if compiled else WARM_UP
@@ -126,7 +126,7 @@ class Laps:
     Attributes:
         steps: number of completed steps.
         laps: the first steps (at most `recordings.MOST_LAPS`), timed by the host's clock.
-        whole, early: labelled steps for a program that ends soon.
+        whole, early: the first and the second step, labelled, for a program that ends soon.
         plain, labelled: the step under the profiler alone, and the labelled steps.
         timed_ms, timed_calls: durations of undisturbed steps, and the calls in each.
         before_ms, before_calls: durations and calls of steps that were timed before the profiler began.

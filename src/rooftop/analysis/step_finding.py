@@ -67,7 +67,7 @@ class Watcher(Protocol):
         """Whether the watcher accepts reports now. Events are ignored while the watcher does not accept reports."""
 
     def work_begins(self, compiled: bool) -> None:
-        """The first call of a module begins. `compiled`: whether `torch.compile` compiles the module."""
+        """The first call of a module begins. `compiled`: whether the module is compiled by `torch.compile`."""
 
     def work_goes_on(self) -> None:
         """A module is called from outside any module, after the first call."""
@@ -94,8 +94,8 @@ class StepFinder:
     Attributes:
         level: level of the leading marker; None until a marker has occurred.
         began_at: the time (`time.perf_counter`) at which the first step began: the time of the first call of a module.
-            If the leading marker is GRADIENT or coarser, the first call of a module with parameters while gradients are
-            enabled. None if there was no such call.
+            If the leading marker is GRADIENT or coarser, the time of the first call of a module with parameters while
+            gradients are enabled. None if there was no such call.
         threads: CPU seconds that every thread other than the one that runs the steps spent in calls of modules, by the
             thread's name. After `MOST_THREADS` threads, all further threads count together under the name "".
     """

@@ -50,7 +50,7 @@ class Cost:
 
     @property
     def working_set_bytes(self) -> int:
-        """The distinct bytes that the work touches. A cache must hold all of these bytes to serve the work."""
+        """The distinct bytes that the work touches. Only a cache that holds all of these bytes can replace memory."""
         return self.bytes - self.shared_bytes
 
     @property
@@ -234,8 +234,8 @@ def stored_elements(tensor: Tensor) -> int:
 
 
 def distinct_elements(tensor: Tensor) -> int:
-    """Number of elements in memory that a tensor covers. Repeated elements (stride 0) count once, and overlapping
-    windows count at most the memory that they span.
+    """Number of elements in memory that a tensor covers. Repeated elements (stride 0) count once. The count of
+    overlapping windows is an upper bound: at most the memory that they span.
 
     For a sparse tensor, the elements of its values count.
     """
@@ -259,8 +259,8 @@ def tensor_bytes(tensor: Tensor | None) -> int:
 
 
 def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Distinct bytes of several tensors. Identical views count once, and overlapping views count at most the memory
-    that they span."""
+    """Distinct bytes of several tensors. Identical views count once. The count of overlapping views is an upper bound:
+    at most the memory that they span."""
     by_memory: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         if tensor is not None:

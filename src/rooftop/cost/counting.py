@@ -103,8 +103,8 @@ class Record:
             result from a GPU, or the operator copies between host and GPU. "" for other operators, and if no line of
             the program is running (backward).
         spec: the call in repeatable form, for PyTorch's own operators.
-        inputs, outputs: the operator's tensors, in order; empty in the optimizer, and if only the profiler recorded the
-            operator.
+        inputs, outputs: the operator's tensors, in order; empty for an operator of the optimizer, and for one that only
+            the profiler recorded.
         title: name in reports if the schema name is ambiguous (see `title_of`).
     """
 
