@@ -6,8 +6,9 @@ With B sequences, H query heads and P pairs of a query and a visible key, in dim
     backward   2 B H P (3 D + 2 V)      scores again; gradients of weights and values (V), of queries and keys (D)
 
 P is S_q · S_k. Under a causal mask, P counts only the pairs up to the diagonal: S (S + 1) / 2 for a square. (Tools that
-count whole squares report about twice that.) A tensor mask is read and added. The pairs that a tensor mask hides depend
-on its values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes, but no flops.
+ignore the causal mask report about twice as many flops.) A tensor mask is read and added. The pairs that a tensor mask
+hides depend on its values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes, but no
+flops.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def roi_align_backward(call: Call) -> Cost:
 
 @cost_of("torchvision::roi_pool", "torchvision::ps_roi_pool")
 def roi_pool(call: Call) -> Cost:
-    """Each bin is the maximum (or mean) of the input's elements in the bin. Their number depends on values; one element
-    is counted, the least possible number."""
+    """Each bin is the maximum (or mean) of the input's elements in the bin. Their number depends on the values of the
+    regions; one element is counted for each bin, the least possible number."""
     source, pooled = call["input"], call.results[0]
     read = tensor_bytes(call["rois"]) + addressed_bytes(source, pooled.numel())
     return Cost(read, distinct_bytes(call.written_tensors), arithmetic(pooled.numel(), [source]))

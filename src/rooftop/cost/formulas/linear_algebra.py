@@ -13,8 +13,8 @@ Counts are the leading terms of Golub & Van Loan, Matrix Computations, 4th editi
     eigenvalues, nonsymmetric      10 n³                  with vectors 25 n³
     singular values, m ≥ n         the lesser of the Golub-Reinsch and R-SVD algorithms (figure 8.6.1)
 
-These algorithms run on vector units as much as on matrix units, and in the precision of the matrix, never in tf32. A
-complex flop counts as four real flops.
+These algorithms run on vector units as much as on matrix units, so their flops count as elementwise arithmetic in the
+precision of the matrix, never as tf32. A complex flop counts as four real flops.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ CHUNKED_LINEAR_LOSSES = (
 
 @cost_of(*CHUNKED_LINEAR_LOSSES)
 def chunked_linear_cross_entropy(call: Call) -> Cost:
-    """`F.linear_cross_entropy` with options: the function computes the logits for a few samples at a time, so the
-    logits need not be written to memory.
+    """`F.linear_cross_entropy` in chunks (an option): the function computes the logits for a few samples at a time, so
+    the logits need not be written to memory.
 
     The cost is one matrix product for the logits, and one for each gradient (of input and weight) that is computed with
     the loss.

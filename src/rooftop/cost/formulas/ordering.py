@@ -37,7 +37,7 @@ def binary_search(call: Call) -> Cost:
     *aten("_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors histogram"),
 )
 def histogram(call: Call) -> Cost:
-    """For points (..., D), a histogram takes a binary search among the edges of each dimension, and an addition.
+    """For each point of (..., D), a histogram takes a binary search among the edges of each dimension, and an addition.
 
     If the number of bins is given instead of the edges, a subtraction and a division for each coordinate find its bin.
     If the range is not given either, two comparisons for each coordinate first find the minimum and maximum.

@@ -31,7 +31,7 @@ cost_of("aten::_thnn_fused_gru_cell_backward")(streaming(16, per="grad_hy"))
 
 @cost_of(*aten("_cudnn_rnn mkldnn_rnn_layer"))
 def recurrent_layers(call: Call) -> Cost:
-    """Layers write the output and the last states. The workspace for a backward pass belongs to the back end and is not
+    """Layers write the output and the final states. The workspace for a backward pass belongs to the back end and is not
     counted."""
     weights, states = _weights(call), _arguments(call, "hx", "cx", "hx_", "cx_")
     read = [call["input"], *weights, *states]

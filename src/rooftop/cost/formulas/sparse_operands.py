@@ -80,7 +80,7 @@ def _lines(sparse: Tensor, dimension: int) -> int:
 def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tensor]) -> tuple[int, int]:
     """Bytes that an operator reads and writes if it reads each tensor once, and some tensors are sparse.
 
-    A sparse result needs only the elements of a dense operand at its own positions. An in-place operator changes a
+    For a sparse result, a dense operand is read only at the result's positions. An in-place operator changes a
     dense tensor only at the positions of the sparse operand. The earlier content of a sparse tensor that was changed in
     place is gone, so its earlier size is assumed to equal its present size.
     """
