@@ -5,8 +5,8 @@
 
 An elementwise quantized operator dequantizes its inputs, computes, and quantizes its outputs. A matrix product or
 convolution multiplies the integers, and quantizes its outputs. Products of integers count in `fp32`, like all integer
-arithmetic, because the peak rate of integer products is not measured. Weights packed in an object are read once, at one byte each
-(two bytes in float16). The object hides their biases and scales, which are not counted.
+arithmetic, because the peak rate of integer products is not measured. Weights packed in an object are read once, at one
+byte each (two bytes in float16). The object hides their biases and scales, which are not counted.
 """
 
 from __future__ import annotations
