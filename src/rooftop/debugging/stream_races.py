@@ -2,9 +2,9 @@
 
 As in `torch.cuda._sanitizer`, the check records, for each stream, the streams that it has waited for. In addition, each
 finding names lines of the user's program, and the program continues. The check also handles three cases that
-torch's sanitizer misses. Views that use different bytes of one storage are no race. Operators such as `zeros_like`
-write a new tensor, and do not read the values of their argument. Memory may be freed while another stream still uses it
-(a missing `record_stream`).
+torch's sanitizer gets wrong. It does not report views that use different bytes of one storage. It knows that operators
+such as `zeros_like` do not read the values of their argument. It reports memory that is freed and reused while another
+stream still uses it (a missing `record_stream`).
 
 The check cannot see kernels that PyTorch does not launch (custom kernels, Triton), work inside a CUDA graph or compiled
 code, waits in other libraries, or host memory (`non_blocking` copies from it). Work before the block counts as

@@ -40,7 +40,8 @@ SAME_SIZE = 1.5
 
 
 def is_hopeless(error: InaccurateError) -> bool:
-    """Whether a result's error is so far above the allowed error that comparing more inputs cannot excuse it."""
+    """Whether a result's error is so far above the allowed error that it cannot be chance, so no more inputs are
+    compared."""
     return error.share > (HOPELESS if error.count > FEW else HOPELESS_OF_FEW)
 
 
@@ -117,7 +118,7 @@ class Doubts:
         """The largest error of the results over all inputs so far, as a multiple of the allowed error.
 
         Raises:
-            InaccurateError: the largest error is above 1.
+            InaccurateError: the largest error is above the allowed error.
         """
         share, name = self._worst()
         if not share <= 1:
