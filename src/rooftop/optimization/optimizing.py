@@ -60,8 +60,8 @@ def optimize(
             gradients.
         loss: computes the loss from the output. None: if only one output tensor requires a gradient, and it has one
             element, it is the loss; otherwise all outputs get fixed random gradients.
-        optimizer: the optimizer of the step. A rule may replace this optimizer by a faster one. Create learning rate
-            schedulers afterwards, for `Optimized.optimizer`.
+        optimizer: the optimizer of the step. A rule may replace this optimizer by a faster one. So create learning rate
+            schedulers after this call, on `Optimized.optimizer`.
         shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension also get
             the new first dimension.
         rules: names of rules, or your own rules (`rooftop.rewrites.Rule`). None: all rules except those that lower the

@@ -263,7 +263,7 @@ def anew(given: Arguments) -> Arguments:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether a tensor has more elements than memory addresses."""
+    """Whether several elements of a tensor share a memory address."""
     return tensor.layout == torch.strided and _span(tensor) < tensor.numel()
 
 

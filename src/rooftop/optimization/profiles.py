@@ -33,7 +33,7 @@ class Profiles:
 
     Attributes:
         now: times of a step of the best candidate.
-        peak: bytes of GPU memory that a step of the original needs at its peak; 0 on a CPU.
+        peak: bytes of GPU memory at the peak of a step of the original, beyond those allocated before it; 0 on a CPU.
     """
 
     def __init__(self, step: Step, given: Arguments, original: nn.Module, plain: Candidate) -> None:
