@@ -72,8 +72,8 @@ class TrialOrder:
         return rule
 
     def seconds(self, rule: Rule, times: Times) -> float:
-        """The estimated seconds until a rule's first call is done: the rule's own estimate, scaled by how long the last
-        compilation took compared with its estimate.
+        """The estimated seconds until a rule's first call is done: the rule's own estimate, scaled by the ratio of the
+        last compilation's duration to the estimate for that compilation.
         """
         return self._pace * self._estimate(rule, times)
 
