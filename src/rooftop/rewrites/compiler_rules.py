@@ -154,7 +154,7 @@ class InOneForm:
 
     Args:
         run: the compiled function.
-        attention: the back end of attention that `run` tries first, as in `Candidate`.
+        attention: the back end of attention that `run` prefers, as in `Candidate`.
     """
 
     def __init__(self, run: Callable[..., Any], attention: str = "") -> None:

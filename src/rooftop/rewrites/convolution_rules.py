@@ -159,7 +159,7 @@ def _takes_one(call: Call, shapes: Iterable[torch.Size], names: Sequence[str]) -
 
 
 def bias_ms(call: Call) -> float:
-    """The device time in ms that calls of a convolution take to add their bias."""
+    """The device time in ms that the `call.count` calls of a convolution take to add their bias."""
     input, weight, bias, *rest = filled(call)
     if bias is None:
         return 0.0

@@ -245,7 +245,8 @@ class Structure:
                 self.read.add(id(self.modules[owner]))
 
     def convolution_before(self, name: str, norm: nn.Module, kinds: Collection[type[nn.Module]]) -> str:
-        """Return the name of the layer whose output only this norm uses. The layer must be of one of the given kinds.
+        """Return the name of the layer before this norm. The layer must be of one of the given kinds, and only this
+        norm may use its output.
 
         Raises:
             CannotFoldError: there is no such convolution.

@@ -139,7 +139,7 @@ class Graphs:
 
     @contextmanager
     def in_order(self, refusal: str) -> Iterator[None]:
-        """Run a call on the current stream, after the previous call and all work on that call's stream.
+        """Run a call on the current stream, after all work on the stream of the previous call.
 
         Args:
             refusal: the message of the RuntimeError.
@@ -302,7 +302,7 @@ def waits_in_a_capture(call: Callable[[], Any], found: list[str]) -> list[str]:
 
 def waits(call: Callable[[], Any]) -> list[str]:
     """The Python lines at which the host waits for the GPU, as far as PyTorch detects them. PyTorch does not detect an
-    explicit synchronization.
+    explicit `torch.cuda.synchronize`.
     """
     here, found = threading.get_ident(), []
     mode = torch.cuda.get_sync_debug_mode()
