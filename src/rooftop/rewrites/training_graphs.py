@@ -84,7 +84,7 @@ class TrainingReplays:
         record: captures both graphs; tests pass another function.
 
     A call raises the errors of `run`. The first call raises `UncapturedError` if `run` cannot be captured. Later calls
-    that cannot be captured, for example because all parameters are frozen, run the model.
+    that cannot be captured, for example because all parameters are frozen, run the model without graphs.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ def answered(model: nn.Module, gives_a_tensor: Callable[[nn.Module], bool]) -> I
     tensors: those that stand for the results of certain modules. Other proxies do not count as tensors, because they
     may stand for lists or sizes.
 
-    The node of such a proxy is marked (`was_asked`): a rewrite must not replace its value by an object that is not a
-    tensor.
+    If a forward asks for the type of such a proxy, its node is marked (`was_asked`): a rewrite must not replace the
+    node's value by an object that is not a tensor.
 
     Args:
         gives_a_tensor: whether a module certainly returns a tensor.
