@@ -97,8 +97,8 @@ class Findings:
 
     @property
     def said_of_tracing(self) -> str:
-        """A sentence for advice to compile or capture the step: how much more time its other operators then take. "" if
-        compiling or capturing does not change the operators."""
+        """A sentence for advice to compile or capture the step: how much more time the operators take that the program
+        then chooses instead. "" if compiling or capturing does not change the operators."""
         if not self.traced_more_ms:
             return ""
         return (

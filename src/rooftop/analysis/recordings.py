@@ -171,8 +171,8 @@ class Recording:
         """End the running stage, as the end of the block does. Programs that end their process inside the block call
         this method.
 
-        A call from another thread does not wait for the GPU, because the program may be hanging. The call discards the
-        current stage and keeps the steps that have been timed.
+        If another thread calls this, it does not wait for the GPU, because the program may be hanging. The call then
+        discards the current stage and keeps the steps that have been timed.
         """
         if not self._open:
             return
@@ -322,7 +322,7 @@ class Recording:
     def _count_step(self, calls: Calls) -> None:
         """Continue the recording's current stage, or begin its next stage. A stage that watches single steps repeats a
         step that is incomplete, or that makes an unusual number of module calls or backward calls. A stage that was
-        given up is also repeated, except `ranks`."""
+        given up (see `work_goes_on`) is also repeated, unless it is `ranks`."""
         laps, name = self._laps, self._stage.name
         by_step = name in ("early", "plain", "labelled")
         if self._given_up and (name == "ranks" or laps.repeats >= MOST_REPEATS):

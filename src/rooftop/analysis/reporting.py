@@ -164,8 +164,8 @@ def _crowded(profile: Profile) -> bool:
 
 
 def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
-    """The rate of the CPU's pulse ("product" or "read") that is furthest below the best rate that this CPU has reached,
-    and its share of that best rate (see `Pulse.share_of`).
+    """(name, share) of one rate of the CPU's pulse ("product" or "read"): the rate that is furthest below its best
+    earlier value on this CPU, and this rate divided by that value (see `Pulse.share_of`).
 
     None if no rate is more than `NOISY` below its best, or if the rates cannot be compared.
     """

@@ -98,8 +98,8 @@ def run_script(
     end_process = os._exit
 
     def exit_now(status: int) -> NoReturn:
-        """Replace `os._exit` for the script: end the recording and pass its result to `before_exit`, because the real
-        `os._exit`, which then ends the process, runs neither `finally` blocks nor `atexit` functions.
+        """Replace `os._exit` for the script: end the recording and pass its result to `run_script`'s `before_exit`. The
+        real `os._exit` then ends the process, and runs neither `finally` blocks nor `atexit` functions.
         """
         if os.getpid() == process and recorded.is_open:
             try:

@@ -170,8 +170,9 @@ _WITHOUT_TENSORS = frozenset({int, float, bool, str, complex, type(None), torch.
 
 
 def _collect(value: Any, found: list[Tensor], inside: tuple[int, ...]) -> None:
-    """Append the tensors in a value to a list. For speed this is not a generator: it runs several times for each
-    counted operator.
+    """Append the tensors in a value to the list `found`. `inside`: ids of the lists and dicts around the value.
+
+    For speed this is not a generator: it runs several times for each counted operator.
     """
     kind = type(value)
     if kind in _WITHOUT_TENSORS:

@@ -65,7 +65,7 @@ class Doubts:
         near: whether the other inputs are neighbours of the first input, so that results have almost the same size.
 
     Attributes:
-        usual: the original's largest error on any of the inputs.
+        usual: the original's largest error on the given inputs (the argument `usual`) and on the inputs noted so far.
     """
 
     def __init__(

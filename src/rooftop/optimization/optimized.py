@@ -231,7 +231,7 @@ class OptimizedModule(nn.Module):
         return own.original(*args, **kwargs)
 
     def stop(self, why: str) -> None:
-        """Run the original from now on."""
+        """Run the original from now on, for the reason `why` (see `unproven`)."""
         self._own.stopped = why
 
     # ---- the original's interface ---------------------------------------------------------------------------------

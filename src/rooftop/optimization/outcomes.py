@@ -107,7 +107,8 @@ class Step:
         return outputs, [self._slope(i, output) for i, output in enumerate(outputs)]
 
     def _slope(self, place: int, output: Tensor) -> Tensor:
-        """A random gradient of an output, with the same values in each call and for all dtypes."""
+        """A random gradient with which backward starts at an output. Its values are the same in each call and for all
+        dtypes."""
         key = place, output.shape, output.dtype, output.device
         known = self._slopes.get(key)
         if known is None or known._version != 0:  # or a backward function wrote to the kept tensor

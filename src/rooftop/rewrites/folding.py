@@ -46,8 +46,8 @@ from rooftop.rewrites.tracing import OwnThreadTracer
 from rooftop.rewrites.type_questions import answered, was_asked
 from rooftop.words import in_a_line
 
-# Number of dimensions of each layer's output, including the batch. A layer must have exactly one of these classes,
-# since a subclass may do anything.
+# For each class of layers, the number of dimensions of an output whose second dimension is the channels. A layer must
+# have exactly one of these classes, since a subclass may do anything.
 CONVOLUTIONS: dict[type[nn.Module], int] = {
     nn.Linear: 2,
     nn.Conv1d: 3,
@@ -568,7 +568,7 @@ for _name in (*SPECIAL_METHODS, "__add__", "__radd__", "__iadd__"):
 
 
 class Sealing:
-    """The forward of a folded convolution, which wraps the output.
+    """The replaced `forward` of a folded convolution: it wraps the output, so that only the folded norm can use it.
 
     Args:
         dimensions: number of dimensions of an output whose second dimension is the channels.

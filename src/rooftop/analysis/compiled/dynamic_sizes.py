@@ -113,8 +113,8 @@ def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) ->
 
 
 def named_sizes(name: str) -> Sizes | None:
-    """The sizes that an event names. None if the event names no sizes, or names symbols (if compiled code was itself
-    traced)."""
+    """The sizes in an event's name ("## rooftop sizes 4,128 ##"). None if the name has no sizes, or has symbols (if
+    compiled code was itself traced)."""
     found = re.fullmatch(rf"{SIZES_LABEL}(-?\d+(?:,-?\d+)*) ##", name)
     return tuple(int(size) for size in found[1].split(",")) if found else None
 

@@ -76,8 +76,8 @@ class RankInstrument:
 
 
 def gathered_rows(row: RankRow | None, why_none: str) -> tuple[Ranks | None, list[str]]:
-    """Put this rank's row into the store. On the first rank, also return all ranks' rows, and a note on each rank
-    without a row.
+    """Put this rank's row into the store. On the first rank, return all ranks' rows, and a note on each rank without a
+    row. On the other ranks, return (None, []).
 
     Args:
         row: this rank's measurements.

@@ -88,8 +88,8 @@ def deformable_convolution(call: Call) -> Cost:
 
 @cost_of("torchvision::_deform_conv2d_backward")
 def deformable_convolution_backward(call: Call) -> Cost:
-    """Cost of two convolutions. Each sample also has a gradient for the input, for the offset's two coordinates and for
-    the mask."""
+    """Cost of two convolutions, for the gradients of samples and weights. Each sample also passes a gradient to the
+    input, to the offset's two coordinates and to the mask."""
     source, weight, gradient, masked = call["input"], call["weight"], call["grad"], call["use_mask"]
     positions = gradient.numel() // weight.shape[0]
     samples = positions * source.shape[1] * prod(weight.shape[2:])

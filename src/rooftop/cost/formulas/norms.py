@@ -47,7 +47,7 @@ def batch_norm(call: Call) -> Cost:
     """Cost of batch norm. In training batch norm computes the batch's statistics and updates the running statistics. In
     evaluation batch norm applies the running statistics.
 
-    Some overloads change the running statistics although their schema does not say so.
+    Some overloads change the running statistics although their schema does not say so; this counts as a write.
     `reserve` is a back end's workspace and not part of the definition.
     """
     source: Tensor = call["input"]
