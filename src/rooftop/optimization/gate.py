@@ -442,8 +442,9 @@ class Gate:
             return 0.0
         if truth is None or not got.is_floating_point() or self.exact_only:
             why = f": {self.exact_only}" if self.exact_only else ""
-            apart = _difference(got, eager)
-            raise RefusedError(f"{what}: {name} differs from the original's by up to {apart:.3g}{why}")
+            raise RefusedError(
+                f"{what}: {name} differs from the original's by up to {_difference(got, eager):.3g}{why}"
+            )
         return as_accurate(name, got, eager, truth, what, self._usual_error(name))
 
     def _usual_error(self, name: str) -> float:
