@@ -49,7 +49,7 @@ def may_be_luck(error: InaccurateError, dtype: torch.dtype) -> bool:
     """Whether bad luck alone may explain an error on inputs whose values are all equal.
 
     For such inputs, all elements of the result may have the same rounding error, which the original may avoid by luck.
-    So the result is compared on inputs that resemble the given inputs instead.
+    So the result is compared on inputs that resemble the user's given inputs instead (see `MoreInputs`).
     """
     return torch.finfo(dtype).bits >= 32 or error.share <= LUCK_IN_HALF
 

@@ -347,7 +347,7 @@ class _State:
 
     def versions_of(self, given: Arguments) -> list[object]:
         """The version counters of the tensors in a call's arguments, to detect changes; [] unless the candidate is
-        `frozen`. An inference tensor has no version counter, so it always counts as changed.
+        `frozen` (see `Candidate`). An inference tensor has no version counter, so it always counts as changed.
         """
         if not self.candidate.frozen:
             return []
