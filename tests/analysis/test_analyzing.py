@@ -257,7 +257,7 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
         pytest.fail("the step ran")
 
     for trace in (tmp_path, tmp_path / "missing" / "trace.json"):
-        with pytest.raises(ValueError, match=r"trace='.*': expected a file in an existing folder"):
+        with pytest.raises(ValueError, match=r"trace='.*': expected the path of a file in an existing"):
             rooftop.analyze(step, trace=trace, ceilings=ceilings)
 
 

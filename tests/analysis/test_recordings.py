@@ -503,7 +503,7 @@ def test_wrong_arguments(ceilings: Ceilings, tmp_path: Path) -> None:
         rooftop.recording(ceilings="h200")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"recording\(module=3\): expected a module"):
         rooftop.recording(3, ceilings=ceilings)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"trace=.*: expected a file in an existing folder"):
+    with pytest.raises(ValueError, match=r"trace=.*: expected the path of a file in an existing"):
         rooftop.recording(ceilings=ceilings, trace=tmp_path / "missing" / "trace.json")
 
 

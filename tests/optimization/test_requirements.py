@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "nested": (lambda: rooftop.optimize(linear(), torch.nested.nested_tensor([X, X])), "got a nested tensor"),
     "float8": (lambda: rooftop.optimize(linear(), X.to(torch.float8_e4m3fn)), "float8_e4m3fn: pass a wider dtype"),
-    "a hidden result": (lambda: rooftop.optimize(Hiding(), X), "a result may contain tensors.*use_cache=False"),
+    "a hidden result": (lambda: rooftop.optimize(Hiding(), X), "the outputs may contain tensors.*use_cache=False"),
     "a shape that the model refuses": (
         lambda: rooftop.optimize(linear(), X, shapes=[(2, 5)]),
         "does not take inputs of 2x5 float32, which shapes= names",

@@ -598,7 +598,7 @@ def test_a_convolution_with_a_plain_tensor_is_left(name: str) -> None:
     model = randomized(nn.Sequential(convolution, nn.BatchNorm2d(4)))
     x = torch.randn(2, 4, 6, 6)
     expected = model(x)
-    assert fold_norms(model).left == {"1": f"the {name} of 0 is neither a parameter nor a buffer"}
+    assert fold_norms(model).left == {"1": f"the {name} of 0 is a plain attribute, neither a parameter nor a buffer"}
     assert torch.equal(model(x), expected)
 
 

@@ -4,7 +4,7 @@
 tensors. Nearly all operators are the same on CPU and GPU. Some composite operators call different operators on each
 device; `rooftop.analysis.gpu_operators.CHOSEN_BY_DEVICE` has the GPU's version of each.
 
-The table is applied at several levels of PyTorch, so that no caller is missed:
+This table, and related choices, are applied at several levels of PyTorch, so that no caller is missed:
 
     dispatcher      a kernel for the autograd key of the CPU: calls from Python, C++ (`F.multi_head_attention_forward`,
                     TorchScript) and the backward pass all pass through it
@@ -68,18 +68,19 @@ class _WholeComposites(LightMode):
     under `torch.inference_mode`.
     """
 
-    supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
+    supports_higher_order_operators = True  # else PyTorch raises an error at the first higher-order operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         instead = CHOSEN_BY_DEVICE.get(func)
         if instead is None:
             return func(*args, **(kwargs or {}))
-        with self:  # an operator may call another operator, as attention calls dropout
+        with self:  # the mode also sees the operators that `instead` calls (attention: dropout)
             return instead(func, *args, **(kwargs or {}))
 
 
 def _acquire() -> None:
-    """Register the replacements, unless another user of them is active: an outer block or another thread."""
+    """Register the replacements, which act only in threads inside `as_on_gpu`. Skip this if an outer block or another
+    thread has registered them."""
     global _users, _registered
     with _LOCK:
         if _users == 0:
@@ -136,7 +137,7 @@ def _let_lists_be_taken(stack: ExitStack) -> None:
 
 
 class _Types(list[type]):
-    """Types of tensors that operators on lists accept. While `as_on_gpu` is active in this thread, these types include
+    """The tensor types that `_foreach_*` operators accept. While `as_on_gpu` is active in this thread, they also accept
     fake tensors and parameters."""
 
     def __contains__(self, kind: object) -> bool:
@@ -166,7 +167,7 @@ def _let_flex_attention_have_gradients(stack: ExitStack) -> None:
 
 
 def _autocast_in_force() -> AbstractContextManager[Any]:
-    """If a prediction runs under the GPU's autocast, apply the same autocast to the CPU."""
+    """If autocast is enabled for "cuda", a context that enables it for the CPU with the same dtype."""
     if not torch.is_autocast_enabled("cuda"):
         return nullcontext()
     return torch.autocast("cpu", torch.get_autocast_dtype("cuda"))

@@ -48,14 +48,14 @@ LOSS, AUTOGRAD, OPTIMIZER = "(loss)", "(autograd)", "(optimizer)"
 
 @dataclass
 class ModuleTraffic:
-    """Inputs and outputs of one module during one step, over all its calls.
+    """Inputs and outputs of one module during one step, summed over all its calls.
 
     Attributes:
         type: class name.
         calls: forward calls.
-        input_bytes: distinct bytes of the input tensors; `grad_input_bytes`: distinct bytes of the inputs that require
-            a gradient.
-        output_bytes: distinct bytes of the returned tensors.
+        input_bytes: distinct bytes of each call's input tensors; `grad_input_bytes`: of the inputs that require a
+            gradient.
+        output_bytes: distinct bytes of the tensors that each call returns.
         parameter_bytes: bytes of parameters and buffers, counted once; `trainable_bytes`: bytes of the parameters that
             receive a gradient.
         parameters: number of elements of each parameter, by the id of the parameter.
@@ -104,7 +104,7 @@ class ModuleTracker:
         self.uncounted: dict[str, str] = {}
         self._thread = threading.get_ident()
         self._optimizers = WeakIdKeyDictionary()  # optimizers whose `step` ran -> number of steps
-        self._optimizer_traffic: OptimizerTraffic | None = None  # set only in a snapshot
+        self._optimizer_traffic: OptimizerTraffic | None = None  # set only in a copy (`snapshot`)
         self._paths = ModulePaths()
         self._running = RunningCalls()  # each call of a module, with the backward node that called it, or None
         self._makers = NodeMakers()
@@ -182,7 +182,8 @@ class ModuleTracker:
         return OptimizerTraffic(read, written, refuses)
 
     def observe(self, module: nn.Module | None, inputs: Any, output: Any) -> None:
-        """Add the inputs and outputs of one call of the root, `module`, to the root's traffic. None: add nothing."""
+        """Add the inputs and outputs of one call of the root, `module`, to the root's traffic. If `module` is None, add
+        nothing."""
         if module is not None:
             self._add_traffic("", module, list(tensors_in(inputs)), list(tensors_in(output)))
 
@@ -190,7 +191,7 @@ class ModuleTracker:
         self._hooks.close()
 
     def restart(self) -> None:
-        """Forget the last step: its traffic, and the nodes of its forward pass."""
+        """Before the next step, forget the traffic and the autograd nodes of the steps so far."""
         self.traffic.clear()
         self.uncounted.clear()
         self._optimizers = WeakIdKeyDictionary()
@@ -200,7 +201,7 @@ class ModuleTracker:
 
     def locate(self) -> tuple[str, str]:
         """(scope, phase) of the operator that is being dispatched now."""
-        if self._running.settle(sys._getframe(1)):  # the program caught an exception: no nodes have been created since
+        if self._running.settle(sys._getframe(1)):  # module calls ended with an exception; no new nodes since
             self._makers.operator(self._outside())
         running = self._running.innermost
         node = torch._C._current_autograd_node()
@@ -244,7 +245,7 @@ class ModuleTracker:
         self._running.settle(call.f_back)
         try:
             scope = self._paths.of_call(module, self._running.names)
-        except Exception as error:  # attributes of the module cannot be read
+        except Exception as error:  # reading an attribute of the module raised
             pass_on(error)
             self.uncounted[type(module).__name__] = in_a_line(error)
             scope = LOSS if self._running.innermost is None else self._running.innermost
@@ -271,7 +272,7 @@ class ModuleTracker:
             self.uncounted[type(module).__name__] = in_a_line(error)
 
     def _outside(self) -> str:
-        """The scope of the backward nodes that are created after a module has ended."""
+        """The scope of nodes created after a module's call has ended: the scope of the code that called the module."""
         node = torch._C._current_autograd_node()
         if node is not None:
             return self._running_in(node)[0]

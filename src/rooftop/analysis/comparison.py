@@ -18,7 +18,7 @@ from rooftop.hardware.figures import in_words
 from rooftop.hardware.histories import figures_of
 
 SAME_CEILING = 0.01  # relative change up to which a ceiling counts as unchanged
-LEAST_NOISE = 0.01  # relative difference between the wall times of two runs of the same program on an idle machine
+LEAST_NOISE = 0.01  # relative difference in wall time that two runs of one program on an idle machine may have
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Comparison:
 
     Attributes:
         speedup: wall time before divided by wall time after.
-        noise: relative noise of the wall time; a smaller change of the wall time is not significant.
+        noise: noise of the wall time, as a fraction of it; a smaller change of the wall time is not significant.
         figures: values of the step (times, roofs, bytes), in the order of the report.
         operators, modules: the largest change first.
         differences: other differences (device, inputs, versions, mode), each as a sentence.
@@ -110,7 +110,7 @@ def _operators(report: Report) -> Totals:
 
 
 def _leaves(node: ModuleNode, path: str = "") -> Totals:
-    """Modules without children, by path. The times of these modules do not overlap."""
+    """(time in ms, calls) of each module without children, by path. The times of these modules do not overlap."""
     if not node.children:
         return {path or "(model)": (node.measured_ms, node.calls)}
     found: dict[str, tuple[float, int]] = {}

@@ -30,8 +30,8 @@ class Counted:
     Attributes:
         bytes: None if no operator launches the kernel, or if an operator that launches it has no cost.
         shared: whether some of these operators also launch other kernels. The bytes of such an operator are divided
-            among its kernels in proportion to the moved bytes, so each of these kernels gets the ratio of the whole
-            operator.
+            among its kernels in proportion to the moved bytes. So the ratio of moved to required bytes is the same for
+            all kernels of an operator.
     """
 
     bytes: float | None

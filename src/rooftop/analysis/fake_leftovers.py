@@ -115,7 +115,7 @@ def _packages_without_torch() -> set[str]:
 
 
 def _is_programs(kind: type) -> bool:
-    """Whether a class is written in Python, and belongs neither to PyTorch nor to Python."""
+    """Whether a class is written in Python, and belongs neither to PyTorch nor to the standard library."""
     return bool(kind.__flags__ & _MADE_BY_CODE) and _is_outside_libraries(kind.__module__)
 
 
@@ -161,8 +161,8 @@ def _of_named_modules(function: types.FunctionType) -> Iterator[Container]:
 
 
 def _of_cache(function: Any) -> Iterator[Container]:
-    """The stored results of an `lru_cache`. From a bounded cache, only the new keys can be removed. Their results stay
-    in memory, but later calls do not find them and compute them again."""
+    """The stored results of an `lru_cache`. To restore a bounded cache, the keys added since this call are deleted.
+    Their results stay in memory, but later calls do not find them and compute them again."""
     parts = gc.get_referents(function)
     places = [place for place, part in enumerate(parts) if part is getattr(function, "__wrapped__", None)]
     kept = parts[places[-1] - 1] if places and places[-1] else None
@@ -211,7 +211,7 @@ def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
 def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
     """The name of the first global, class attribute or cache of the program that stores one of these tensors.
 
-    If no such owner exists, the function returns the class of an object that refers to one of the tensors.
+    If there is none, "an object of" and the name of the class of an object that refers to one of the tensors.
 
     The result is None if only PyTorch, variables of running functions or emptied caches refer to these tensors.
     """
@@ -256,8 +256,8 @@ def _name_of(holder: Any, held: set[int]) -> str | None:
 
 
 def _is_end(holder: Any) -> bool:
-    """Whether the search for referrers stops at this object: at a class, a module, a module's globals or a frame. What
-    refers to one of these is irrelevant, because it does not itself store the tensors."""
+    """Whether the search for referrers stops at this object: at a class, a module, a module's globals or a frame. An
+    object that refers to one of these is irrelevant, because it does not itself store the tensors."""
     return isinstance(holder, (type, types.ModuleType, types.FrameType)) or _is_of_module(holder)
 
 

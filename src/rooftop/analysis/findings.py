@@ -97,8 +97,8 @@ class Findings:
 
     @property
     def said_of_tracing(self) -> str:
-        """A sentence for advice to compile or capture the step: how much more time its other operators then take. "" if
-        compiling or capturing does not change the operators."""
+        """A sentence for advice to compile or capture the step: how much more time the operators take that the program
+        then chooses instead. "" if compiling or capturing does not change the operators."""
         if not self.traced_more_ms:
             return ""
         return (
@@ -134,8 +134,8 @@ class Findings:
         """The time in ms by which a step becomes shorter if its operators take `labelled_ms` less. The step never
         becomes shorter than the host's time to launch it.
 
-        The step and the host are compared at their fastest, because other work of the host delays the step equally with
-        and without the change.
+        The host's shortest time is compared with the step's shortest time, because other work of the host delays the
+        step equally with and without the change.
 
         Args:
             labelled_ms: time that a change to the program saves in operators, in a step with profiler labels.
@@ -178,8 +178,8 @@ class Findings:
 
         Args:
             labelled_ms: the time that each operator takes on the GPU, in a step with labels, in order of execution.
-            host_ms: the time that the host takes to launch all operators. Within this time, the host launches at the
-                measured step's pace.
+            host_ms: the time that the host takes to launch all operators. The launches are spread over this time as in
+                the measured step.
         """
         kernels = [max(1, len(op.kernels)) for op in self.operators]
         launched, done_ms, total = 0, 0.0, sum(kernels)

@@ -64,7 +64,7 @@ def _row(group: list[MeasuredOperator], ceilings: Ceilings) -> OperatorRow:
 
 @dataclass
 class _Node:
-    """A module during the construction of the tree."""
+    """A module, with its own operators and its child modules, from which `_finish` makes a node of the report."""
 
     name: str
     own: list[MeasuredOperator] = field(default_factory=list)
@@ -98,8 +98,8 @@ def _descend(root: _Node, scope: str) -> _Node:
 
 @dataclass(frozen=True)
 class _Finished:
-    """A node of the report. `fused`: the cost of the node's work as one kernel. `parameters`: the number of elements of
-    each parameter, by the parameter's id.
+    """A node of the report, with values that its parent's node needs. `fused`: the cost of the node's work as one
+    kernel. `parameters`: the number of elements of each parameter, by the parameter's id.
     """
 
     node: ModuleNode

@@ -42,5 +42,6 @@ def shortened(text: str, width: int, tail: int = 0) -> str:
 
 
 def short_reason(reason: str) -> str:
-    """A compiler's reason, without its hints, its copy of the line and its stack trace."""
+    """The reason that torch.compile gives for a graph break or recompilation, without hints, source line and stack
+    trace."""
     return re.split(r"\n|\s{2,}#|\s*\(HINT:", reason.strip(), maxsplit=1)[0].strip()

@@ -4,7 +4,7 @@ A step is run many times. If the step changes an object (a cache that grows by a
 a different problem, and the caller's object would stay changed. So Rooftop finds the containers and attributes that the
 first runs change, and restores them before each further run. At the end Rooftop restores all objects. Small tensors
 that a run writes in place (positions, lengths) are also restored before each run. Other tensors are restored only at
-the end, because their values do not affect sizes.
+the end, because the work of a run hardly depends on their values.
 
 The target's own state is restored in the same way: attributes of its modules, closures and globals of its functions.
 Objects that the first run creates for later runs (a mask) stay until the end of the measurement, and are then removed.
@@ -182,7 +182,8 @@ class _State:
         return [t for t in dense if id(t) not in kept and t.nbytes <= SMALL_BYTES]
 
     def look(self) -> None:
-        """Find the state that a run changed. Called after each run. The first run may create objects for later runs."""
+        """Find the state that a run changed. Called after each run, because the first run may create objects for later
+        runs: only what later runs change, too, is restored."""
         if any(weight._version != version for weight, version in self._weights):
             self.trains = True
             self.containers, self.changing, self._weights = [], [], []
@@ -230,7 +231,7 @@ class _Value:
         return self.is_written() or self.is_moved()
 
     def is_moved(self) -> bool:
-        """Whether the tensor's shape or memory has changed since the start, or the tensor now requires gradients."""
+        """Whether the tensor's shape or memory differs from that before the first run, or it now requires gradients."""
         same = _layout(self.tensor) == self._layout
         same = same and self.tensor.untyped_storage()._cdata == self._storage._cdata
         return not same or self.tensor.requires_grad

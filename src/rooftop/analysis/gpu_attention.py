@@ -30,8 +30,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention in one kernel if a GPU has a kernel for these shapes, dtypes and masks, otherwise as separate
-    matrix products and a softmax."""
+    """Compute attention on fake CPU tensors, but with a GPU's operators: one kernel if a GPU has a kernel for these
+    shapes, dtypes and masks, otherwise separate matrix products and a softmax."""
     if query.dim() == 3 and all(t.dim() == 3 for t in (key, value)) and torch.__version__ >= TorchVersion("2.14"):
         # since PyTorch 2.14, tensors (H, S, D) count as a batch of one
         mask = attn_mask.unsqueeze(0) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
@@ -93,7 +93,7 @@ def _padded(tensor: Tensor, multiple: int) -> Tensor:
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask as (B, H, S_q, S_k), with rows padded in memory to multiples of 16 elements."""
+    """The mask expanded to (B, H, S_q, S_k). In memory, each row of S_k elements is padded to a multiple of 16."""
     if mask is None:
         return None
     keys = key.shape[2]

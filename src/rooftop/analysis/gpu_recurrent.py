@@ -112,7 +112,7 @@ def _cudnn_takes(input: Tensor) -> bool:
 
 
 def _values(tensor: Tensor, func: Any) -> list[int]:
-    """The values of a tensor in host memory: batch sizes of packed sequences."""
+    """The values of the batch sizes of packed sequences. A fake tensor has them only if it was made from constants."""
     known = tensor.constant if isinstance(tensor, FakeTensor) else tensor
     if known is None:
         raise DataDependentOutputException(func)
@@ -134,7 +134,7 @@ def _pad(
     func: Any, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     sizes = _values(batch_sizes, func)
-    # PyTorch's CPU version computes the same result, but reads the batch sizes' values, which fake tensors lack.
+    # PyTorch's CPU version computes the same result, but its C++ code cannot read batch sizes from a fake tensor.
     padded = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), padding_value)
     for steps, size, rows in _runs(sizes):
         padded[steps, :size] = data[rows].unflatten(0, (-1, size))

@@ -48,8 +48,8 @@ class Held:
         everything: follow functions (their closures and the globals that they name), classes, modules and hooks of
             tensors as well.
         of_modules: whether all attributes of modules are restored. If False, only parameters, submodules and, unless
-            a module's class is PyTorch's, the attributes that other modules lack are restored. Buffers and hooks are
-            then followed, but not restored.
+            a module's class is PyTorch's, the attributes that not every `nn.Module` has are restored. Buffers and hooks
+            are then followed, but not restored.
         training: follow optimizers, schedulers and gradient scalers as well.
         installed: follow globals that are functions or classes of installed packages as well.
 
@@ -120,7 +120,8 @@ def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[Non
 
 
 class _Gradient:
-    """`grad` and `requires_grad` of a leaf tensor. `put_back` changes only tensors that were and still are leaves."""
+    """`grad` and `requires_grad` of a tensor at the time of construction. `put_back` restores them if the tensor was a
+    leaf at that time and still is one."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -278,8 +279,8 @@ def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
 
 
 def _of_module(module: nn.Module) -> Iterator[Container]:
-    """A module's parameters, its submodules and, unless its class is PyTorch's, the attributes that other modules lack.
-    The search follows buffers and hooks, but never restores them."""
+    """A module's parameters, its submodules and, unless its class is PyTorch's, the attributes that not every
+    `nn.Module` has. The search follows buffers and hooks, but never restores them."""
     state = vars(module)
     common = [part for name, part in state.items() if name in _OF_ANY_MODULE and isinstance(part, dict)]
     for part in (state.get("_parameters"), state.get("_modules")):
@@ -301,7 +302,8 @@ def _of_module(module: nn.Module) -> Iterator[Container]:
 
 
 def _of_class(kind: type) -> Iterator[Container]:
-    """The attributes of a class. The search only follows the methods of the class, and never restores them."""
+    """The attributes of a class. The search follows methods, but never restores them; the other attributes can be
+    restored."""
     code = (*_CODE, types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
     named = {name: part for name, part in vars(kind).items() if not (name.startswith("__") and name.endswith("__"))}
     yield _passed(kind, [part for part in vars(kind).values() if isinstance(part, _CODE)])
@@ -328,7 +330,8 @@ def named_globals(function: types.FunctionType) -> list[Any]:
 
 
 def globals_by_name(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """(name, value) of the globals that a function's code names. `code_names` also includes names of attributes."""
+    """(name, value) of the globals that a function's code names. A global with the name of an attribute in this code is
+    included, too (see `code_names`)."""
     names = function.__globals__
     return [(name, names[name]) for name in sorted(code_names(function.__code__) & names.keys())]
 

@@ -14,7 +14,7 @@ from rooftop.analysis.formats import quantity_text
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import FREE
 
-# bytes plus flops per step; with less work on the CPU there is no note, because counting steps or batches takes less
+# bytes plus flops per step; with less work on the CPU there is no note: a program that counts its steps does less
 LEAST_WORK = 1_000_000
 MOST_NAMES = 3
 

@@ -120,7 +120,8 @@ class MeasuredOperator:
 
 
 def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
-    """Check before any run that the trace file can be written. The profiler itself would only print a message.
+    """Check before any run that the trace file can be written. The profiler itself would print a message and raise no
+    error.
 
     Raises:
         ValueError: the trace cannot be written.
@@ -128,10 +129,10 @@ def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
     if trace is None:
         return
     path = user_path(trace)
-    # a folder, or a device file, which the profiler would replace by its own file
+    # the path is a folder, or a device file, which the profiler would replace by a regular file
     special = path.exists() and not path.is_file()
     if special or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"trace={os.fspath(trace)!r}: expected a file in an existing folder that can be written to")
+        raise ValueError(f"trace={os.fspath(trace)!r}: expected the path of a file in an existing, writable folder")
 
 
 class PlainInstrument:
@@ -155,8 +156,8 @@ class PlainInstrument:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, tb)  # do not read the events of a failed step
-        if error is not None:
+        self._stack.__exit__(kind, error, tb)
+        if error is not None:  # the events of a failed step are not read
             return
         events = self._profiled.events
         kernels = device_kernels(events)
@@ -172,7 +173,8 @@ class PlainInstrument:
 
 
 def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
-    """Total time for which the device was idle between two kernels, if a blocking call ended between their starts."""
+    """Total time in ms for which the device was idle between two successive kernels, if a blocking call returned
+    between the starts of these kernels."""
     idle_ns, position = 0, 0
     starts = sorted(kernel.start_ns for kernel in kernels)
     ends = sorted(kernel.end_ns for kernel in kernels)
@@ -224,7 +226,7 @@ def _memory_timeline(events: Iterable[Any], device: torch.device, base_bytes: in
 
 
 class _HostClock:
-    """Time each `with` block of one run by the host's clock."""
+    """Times each `with` block of one run with the host's clock."""
 
     def __init__(self) -> None:
         self.times_ms: list[float] = []
@@ -270,8 +272,8 @@ class LabelledInstrument:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, tb)  # do not read the events of a failed step
-        if error is not None:
+        self._stack.__exit__(kind, error, tb)
+        if error is not None:  # the events of a failed step are not read
             return
         records = [_as_it_ran(record) for record in self._counted.records]
         if self._profiled is None:
@@ -332,7 +334,7 @@ class CompiledInstrument:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._profiled.__exit__(kind, error, tb)
-        if error is not None:
+        if error is not None:  # the events of a failed step are not read
             return
         profiled = self._profiled
         operators, orphans = join_compiled(profiled.events, self._graphs, str(self._device), profiled.found)
@@ -344,14 +346,14 @@ class CompiledInstrument:
 
 
 FASTER = 3
-"""Only the fastest labelled runs count: one in `FASTER` runs."""
+"""Only the fastest labelled runs count: the fastest 1/`FASTER` of them."""
 
 
 def medians(
     runs: Sequence[Labelled], notes: list[str], undisturbed: KernelTimes | None = None
 ) -> tuple[list[MeasuredOperator], float]:
     """Each operator's time in ms, and the total time in ms of the kernels without an operator: medians over the fastest
-    runs (one in `FASTER`).
+    runs (the fastest 1/`FASTER` of them).
 
     Slow runs do not count, because other work on the host can only make a run longer. For the same reason `analyze`
     reports a low percentile, the 10th, as the wall time (see `hardware.sequences`). If the runs differ in operators or

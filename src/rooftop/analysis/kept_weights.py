@@ -15,7 +15,7 @@ MOST_BYTES = 1 << 30  # if the weights have more bytes, none is copied: a copy o
 
 @contextmanager
 def weights_kept(module: nn.Module, optimizer: torch.optim.Optimizer | None, notes: list[str]) -> Iterator[None]:
-    """At the end of the block, restore the weights that the module itself changed.
+    """At the end of the block, restore the weights that the module changed in its own forward pass.
 
     Args:
         module: the module that the block runs.

@@ -59,8 +59,8 @@ def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, li
 
 @contextmanager
 def _torch_as_before(likely: Ceilings) -> Iterator[None]:
-    """Within the block, use torch's usual defaults and, on a CPU, the number of threads with which `likely` was
-    measured before the run. Afterwards restore the program's settings.
+    """Within the block, use torch's default settings and, on a CPU, the number of threads with which `likely` was
+    measured. Afterwards restore the settings that the program has made.
     """
     threads = torch.get_num_threads()
     if likely.kind == "cpu":

@@ -48,15 +48,15 @@ class _Made:
         return self.scopes[position] if position >= 0 else None
 
     def may_run(self, number: int) -> bool:
-        """Whether this thread has created an autograd node with that number for an ordinary backward pass. An ordinary
-        backward pass is one that no autograd node started.
+        """Whether this thread has created the autograd node `number`, and an ordinary backward pass may run it. An
+        ordinary backward pass is one that no autograd node started.
         """
         position = bisect_right(self.numbers, number) - 1
         return position >= 0 and number < self.next and self.run_later[position]
 
     def ran(self, number: int) -> None:
-        """Record that a nested backward pass has run the autograd node with that number. No later pass will run this
-        node or the nodes of the same run of its module."""
+        """Record that a nested backward pass has run the autograd node `number`. No later ordinary pass will run this
+        node, or the other nodes of its range in `numbers`."""
         position = bisect_right(self.numbers, number) - 1
         if position >= 0:
             self.run_later[position] = False
@@ -67,7 +67,7 @@ class NodeMakers:
     the thread that creates this object."""
 
     def __init__(self) -> None:
-        self._made: dict[int, _Made] = {}  # the nodes by thread; the first thread is the step's
+        self._made: dict[int, _Made] = {}  # thread id -> nodes; the first id is the step's thread
         self.clear()
 
     def clear(self) -> None:
@@ -84,7 +84,7 @@ class NodeMakers:
         """Record that an operator runs and may have created an autograd node.
 
         Args:
-            scope: name of the module that runs the operator. None: the module that ran before in this thread.
+            scope: name of the module that runs the operator. None: the scope last recorded for this thread.
             recomputed: whether a checkpoint is recomputing the operator's module. If nodes of a recomputed module run
                 at all, they run in an inner backward pass that another node starts.
         """

@@ -106,7 +106,7 @@ class OtherProcesses:
         @wraps(original)
         def fork() -> int:
             pid: int = original()
-            self._note(pid, _Child(FORK, FORK))  # `multiprocessing` also forks; it names its process later
+            self._note(pid, _Child(FORK, FORK))  # `multiprocessing` also forks; then `start` replaces this entry
             return pid
 
         return fork
@@ -165,7 +165,7 @@ def _named(kind: str, name: str, group: list[_Child]) -> str:
 
 
 def _program(arguments: Any) -> str:
-    """The name of the program that these arguments of `Popen` start: the first word of a command line, or the first
+    """The name of the program that `Popen` starts: the first word if its arguments are one string, otherwise the first
     argument."""
     if isinstance(arguments, (str, bytes)):
         return os.path.basename(os.fsdecode(arguments).partition(" ")[0])

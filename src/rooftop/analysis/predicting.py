@@ -196,7 +196,7 @@ def _counted_step(
         fake_target, fake_args, fake_kwargs = _faked(target, args, kwargs, mode, dtype)
         stepper = None
         if optimizer is not None:
-            with _Untouched(mode):  # the optimizer reads the value of a learning rate that is a tensor
+            with _Untouched(mode):  # it lets the optimizer read the value of a learning rate that is a tensor
                 stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
             if stepper is None:
                 raise TypeError(f"predict(optimizer={optimizer!r}): the function returned None, expected an optimizer")
@@ -382,7 +382,7 @@ class _FakeCopies(TorchFunctionMode):
 
 def _uncopied_in(value: Any) -> list[Any]:
     """The parts of a value that are not copied: tensors whose values determine an object's shape (batch sizes, the
-    blocks that a mask keeps), and random generators, which draw nothing for fake tensors.
+    blocks that a mask keeps), and random generators, because operators on fake tensors draw no random numbers.
     """
     if isinstance(value, torch.Generator):
         return [value]
@@ -401,7 +401,7 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _DataStays(TorchFunctionMode):
-    """Refuse `tensor.data = ...` on a program's real tensor, because its values could not be restored."""
+    """Refuse `tensor.data = ...` on a program's real tensor, because the old values could not be restored."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and not isinstance(args[0], FakeTensor):
@@ -416,10 +416,10 @@ class _Untouched(LightMode):
     """Keep a callable's real tensors unchanged.
 
     Operators get a fake twin of each real tensor: without twins, `FakeTensorMode` would run in-place operators on the
-    real tensors. Gradients and the state of optimizers are restored at the end.
+    real tensors. At the end of the block, gradients and the state of optimizers are restored.
     """
 
-    supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
+    supports_higher_order_operators = True  # else PyTorch raises an error at the first higher-order operator
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ LABELLED_S = 1.5  # seconds of all labelled runs of a program together
 # Minimum and maximum number of labelled runs. On a GPU one run is enough if it launched the same kernels as the steps
 # without labels, because the kernels' times are then known.
 LEAST_LABELLED, MOST_LABELLED = 3, 9
-LONG_LABELLED_S = 4.0  # once labelled runs have taken this time, two of them are enough
+LONG_LABELLED_S = 4.0  # if the labelled runs have taken more seconds than this, two runs are enough
 _measuring = threading.RLock()
 """This lock lets analyses in several threads run one after another. Two analyses would disturb each other, and a second
 simultaneous profiler crashes the process with a segmentation fault (PyTorch 2.13).
@@ -203,8 +203,8 @@ def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTim
 def _traced_more_ms(program: Program, clock: StepClock, plain: Plain, times: KernelTimes) -> float | None:
     """See `Profile.traced_more_ms`.
 
-    If a step asks PyTorch whether it is being compiled or captured, measure steps that get the answer yes. None if such
-    a step raises.
+    If a step asks PyTorch whether it is being compiled (`torch.compiler.is_compiling`) or captured, measure steps for
+    which PyTorch answers yes. None if such a step raises.
     """
     questions = TracingQuestions()
     with questions.noticed():
@@ -230,11 +230,11 @@ def _labelled_runs(
     times: KernelTimes | None,
     progress: Progress,
 ) -> tuple[list[Labelled], ModuleTracker, PageFaults]:
-    """Run the labelled steps, on a CPU as many as fit into `LABELLED_S`. Return the labelled steps with the tracker and
-    the page faults of the last step.
+    """Run labelled steps: `LEAST_LABELLED`, and on a CPU as many more as fit into `LABELLED_S`. Return the labelled
+    steps with the tracker and the page faults of the last step.
 
-    On a CPU, blocks of plain steps run between the first labelled runs. Plain and labelled runs are compared, so both
-    must see the same machine.
+    A block of plain steps runs after each of the first labelled steps. Plain and labelled steps are compared, so both
+    must run under the same conditions.
 
     Args:
         blocks: largest number of blocks of plain steps.

@@ -1,9 +1,10 @@
 """One step of the user's program, in a form that can be run repeatedly.
 
 For a module the step is a forward pass without gradients. In training the step is forward, backward and, if an
-optimizer is given, the optimizer's step. Any other callable is called directly. Afterwards all changes by the step are
-undone: in a module (buffers, gradients, train flags, and weights that the given optimizer does not update), in the
-arguments, in the target's own state (see `given_objects`), and in the random state.
+optimizer is given, the optimizer's step. Any other callable is called directly. After the last run (the end of
+`Program.preserved`), all changes by the steps are undone: in a module (buffers, gradients, train flags, and weights
+that the given optimizer does not update), in the arguments, in the target's own state (see `given_objects`), and in the
+random state.
 """
 
 from __future__ import annotations
@@ -322,7 +323,7 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's own code (outside torch and Rooftop)."""
+    """ " (file:line)" of the innermost call in the user's own code (outside torch and Rooftop); "" if there is none."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

@@ -31,7 +31,7 @@ class ProgramLabels:
 
     def __enter__(self) -> ProgramLabels:
         self._thread = threading.get_ident()
-        # another instance is active and tracks the same labels
+        # another `ProgramLabels` is active and tracks the same labels
         if Trace.switching is not nullcontext:
             return self
         self._enter, self._exit = record_function.__enter__, record_function.__exit__
@@ -67,7 +67,7 @@ class ProgramLabels:
     def _interrupted(self) -> Iterator[None]:
         """End all open labels before the block and begin them again after it."""
         labels = list(self._open) if threading.get_ident() == self._thread else []
-        # a label is two operators, which the program's dispatch modes must not intercept
+        # beginning and ending a label call operators, which the program's dispatch modes must not intercept
         with _disable_current_modes():
             for label in reversed(labels):
                 self._exit(label, None, None, None)

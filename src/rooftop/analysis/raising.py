@@ -2,7 +2,8 @@
 second measurement confirms the first.
 
 A ceiling is an upper bound. An operator above its roof shows that a ceiling was measured too low, or that its cost or
-its time is wrong. So Rooftop runs the operator again alone, on freshly written tensors of its shapes, as in a program.
+its time is wrong. So Rooftop runs the operator again alone, on tensors of its shapes. These are written just before, as
+an operator's inputs are in a program.
 If the operator is again faster than its roof, the ceiling that set the roof is raised, for this report and all later
 reports. If the second measurement does not confirm the first, the operator's row keeps its flag.
 """
@@ -48,7 +49,7 @@ def raised_and_kept(
 
 
 def raised(ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: torch.device) -> tuple[Ceilings, int]:
-    """Measure operators above their roof again. Return the ceilings, and the number of operators that raised one.
+    """Measure operators above their roof again. Return the raised ceilings, and how many operators raised one.
 
     Args:
         operators: operators of a step, with costs in precisions that the ceilings include.

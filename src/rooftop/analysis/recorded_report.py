@@ -1,4 +1,6 @@
-"""Make the report of a recording from its steady steps or, if these are too few, from its latest labelled steps."""
+"""Make the report of a recording: from all its stages or, if the program ran too few steps for them, from its latest
+labelled steps.
+"""
 
 from __future__ import annotations
 
@@ -99,8 +101,8 @@ def recorded_report(
 
 
 def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
-    """The coarsest kind of step whose recording is complete, or that occurred at least twice and was watched. If there
-    is no such kind, the coarsest kind of step that was watched.
+    """The `Laps` of the coarsest marker whose recording is complete, or which ended at least two steps, of which one
+    was labelled. If there is none, the `Laps` of the coarsest marker that ended a labelled step.
     """
     for laps in recorded:
         if laps.is_complete or (laps.steps > 1 and _watched(laps)):
@@ -116,24 +118,23 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
     if least:
         steps = counted(max(laps.steps for laps in recorded), "step")
         raise InputError(
-            f"nothing to report: the program ended after {steps}. With NCCL, "
-            "all steps after a profiler are slower, so the first steps are timed before the profiler starts: run "
-            f"{least} steps or more"
+            f"nothing to report: the program ended after {steps}. With NCCL, a profiler slows down all later steps, so "
+            f"the first steps are timed before Rooftop's profiler starts: run {least} steps or more"
         )
     raise InputError("nothing to report: no operator of PyTorch ran in the recorded block's own thread")
 
 
 def _watched(laps: Laps) -> list[Watched]:
-    """The labelled steps of the latest stage (`labelled`, `early` or `whole`) in which an operator ran, because later
-    steps represent the program better."""
+    """The labelled steps of the latest stage (first `whole`, then `early`, then `labelled`) whose last step ran an
+    operator. Later steps represent the program better."""
     candidates = [laps.labelled, [laps.early] if laps.early else [], [laps.whole] if laps.whole else []]
     return next((found for found in candidates if found and found[-1].labelled.records), [])
 
 
 def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
-    """The wall time of unwatched steps, and a note if this time comes from the steps before the profiler.
+    """The wall time of steps without profiler and labels, and a note if these steps ran before the profiler began.
 
-    There are few steps before the profiler. So the time of these steps is taken only if it is below the interval of the
+    Only few steps run before the profiler. So their time is taken only if it is below the interval of the time of the
     later steps, which run with CUPTI still attached, or if there are no later steps.
     """
     after = StepTime.of_loop(laps.steady_ms) if laps.steady_ms else None

@@ -74,9 +74,9 @@ from rooftop.words import counted
 
 __all__ = ["NEEDED", "Recording", "recording"]
 
-MOST_OPERATORS = 200_000  # largest number of operators recorded in a block without steps: about 1 GB of records
+MOST_OPERATORS = 200_000  # largest number of operators recorded while no step has ended: about 1 GB of records
 MOST_EARLIER = 4  # number of former step markers (see step_finding.py) whose recorded steps are kept
-MOST_LAPS = 64  # number of steps whose host time is kept
+MOST_LAPS = 64  # number of steps, from the first on, whose host time is kept
 
 
 class _GivenUp(Exception):
@@ -171,8 +171,8 @@ class Recording:
         """End the running stage, as the end of the block does. Programs that end their process inside the block call
         this method.
 
-        A call from another thread does not wait for the GPU, because the program may be hanging. The call discards the
-        current stage and keeps the steps that have been timed.
+        If another thread calls this, it does not wait for the GPU, because the program may be hanging. The call then
+        discards the current stage and keeps the steps that have been timed.
         """
         if not self._open:
             return
@@ -205,8 +205,8 @@ class Recording:
         """Report that one step of the program has ended (call it last in the loop's body).
 
         Raises:
-            RuntimeError: the call is outside the `with` block, in a thread other than the block's, or inside another
-                recording; or the recording finds the steps by itself.
+            RuntimeError: the call is outside the `with` block or in a thread other than the block's, another recording
+                is open inside this one, or this recording finds the steps by itself.
         """
         if not self._open:
             raise RuntimeError("step() belongs inside the block: with rooftop.recording() as r: ... r.step()")
@@ -236,8 +236,8 @@ class Recording:
             self._stage, self._instrument = Stage("unwatched", 1), None
 
     def work_goes_on(self) -> None:
-        """See `step_finding.Watcher`. If an apparent step contains a long evaluation, the recording stops watching that
-        step."""
+        """See `step_finding.Watcher`. If an apparent step contains a long evaluation, the recording gives up the stage:
+        it stops watching that step."""
         if self._instrument is None or self._stage.name not in ("early", "plain", "labelled", "ranks"):
             return
         self._calls_in_stage += 1
@@ -322,7 +322,7 @@ class Recording:
     def _count_step(self, calls: Calls) -> None:
         """Continue the recording's current stage, or begin its next stage. A stage that watches single steps repeats a
         step that is incomplete, or that makes an unusual number of module calls or backward calls. A stage that was
-        given up is also repeated, except `ranks`."""
+        given up (see `work_goes_on`) is also repeated, unless it is `ranks`."""
         laps, name = self._laps, self._stage.name
         by_step = name in ("early", "plain", "labelled")
         if self._given_up and (name == "ranks" or laps.repeats >= MOST_REPEATS):
@@ -503,8 +503,8 @@ class Recording:
 
     @property
     def _needed(self) -> int:
-        """Number of steps that a complete recording needs. Without an optimizer, the first stage takes two of the
-        program's steps, so one more is needed.
+        """Number of steps that a complete recording needs. If the first stage is `whole` and the steps end without an
+        optimizer, this stage takes two of the program's steps, so one more is needed.
         """
         planned = self._planned_where(self._runs_compiled)
         undecided = planned[0].name == "whole" and self._finder is not None and self._finder.level != Level.OPTIMIZER
@@ -512,8 +512,8 @@ class Recording:
 
     @property
     def _least(self) -> int:
-        """Minimum number of steps for which a report is possible, if the profiler begins late; 0 if the profiler begins
-        early.
+        """Minimum number of steps for which a report is possible, if the first steps are timed before the profiler
+        begins (`_profiler_stays`); otherwise 0.
         """
         if not self._profiler_stays:
             return 0

@@ -26,8 +26,8 @@ from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
 MOST_BYTES = 0.4  # maximum size of a call's input tensors, as a share of the free memory
-MOST_SECONDS = 1.0  # on a CPU, maximum seconds for all calls of one measurement together
-SLOW_MS = 100.0  # on a CPU, a call that takes longer than this is timed on its first run
+MOST_SECONDS = 1.0  # on a CPU, once one measurement has taken this many seconds, no further call begins
+SLOW_MS = 100.0  # on a CPU, a call whose first run takes longer than this is not run again; the first run's time counts
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Form:
     Attributes:
         dtype: replaces the call's floating-point dtypes; None: unchanged.
         channels_last: whether to make images and convolution weights channels last. If False, images and weights keep
-            their layout. An image of one pixel counts as channels first, because PyTorch treats feature maps that are
-            averaged to one pixel this way.
+            their layout. Images of one pixel always keep theirs, because PyTorch counts feature maps that are averaged
+            to one pixel as channels first.
         multiple: sides of matrices and lengths of vectors are rounded up to a multiple of this number.
     """
 
@@ -164,8 +164,8 @@ class _Repeated:
 
 
 def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
-    """Create a tensor with the recorded shape and layout, changed by the form. Integers are zero, floating-point
-    numbers are random.
+    """Create a tensor with the recorded shape and layout, changed by the form. Integers are zero. Floating-point
+    numbers are random on a GPU.
 
     On a CPU, all floating-point numbers are equal: this does not change the time of a call, and drawing random numbers
     would take longer than most calls.

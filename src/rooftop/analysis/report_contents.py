@@ -1,6 +1,6 @@
 """The contents of a finished analysis.
 
-Times are milliseconds of one step. `flops` count multiplications and additions separately.
+Times are milliseconds of one step. A multiply-add counts as two `flops`.
 Rows of operators and modules hold totals over their calls.
 """
 
@@ -187,7 +187,7 @@ class Summary:
         disturbed: whether other programs used resources that this program needed, or repeated timings disagreed (a note
             says which).
 
-    Fields that older reports lack have their default values.
+    In a report that an older version wrote, fields that it lacks have their default values.
     """
 
     wall_ms: float

@@ -164,8 +164,8 @@ def _crowded(profile: Profile) -> bool:
 
 
 def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
-    """The rate of the CPU's pulse ("product" or "read") that is furthest below the best rate that this CPU has reached,
-    and its share of that best rate (see `Pulse.share_of`).
+    """(name, share) of one rate of the CPU's pulse ("product" or "read"): the rate that is furthest below its best
+    earlier value on this CPU, and this rate divided by that value (see `Pulse.share_of`).
 
     None if no rate is more than `NOISY` below its best, or if the rates cannot be compared.
     """
@@ -228,8 +228,8 @@ def _pages(count: float) -> str:
 
 
 def _two_states(profile: Profile) -> list[str]:
-    """A note if later plain steps had another number of page faults than the first plain steps, or if labelled steps
-    had fewer. In these steps the heap was in another state (see `page_faults`).
+    """A note if later plain steps had more or fewer page faults than the first plain steps, or if labelled steps had
+    fewer than the first plain steps. In those steps the heap was in another state (see `page_faults`).
     """
     faults, labelled, later = profile.faults, profile.labelled_faults, profile.otherwise
     if later is None and (labelled.count >= faults.count or faults.is_like(labelled)):
@@ -283,7 +283,7 @@ def _versions(ceilings: Ceilings) -> dict[str, str]:
 
 
 def _disturbances(ceilings: Ceilings, profile: Profile) -> list[str]:
-    """One line that names those ceilings of the step whose measurement was disturbed; empty if there are none."""
+    """A note that names the ceilings whose measurement was disturbed, of those that the step uses; [] if none was."""
     used = {"memory", "launches"}.union(
         *(op.record.cost.flops for op in profile.operators if op.record.cost is not None),
         {"transfers"} if profile.plain.has_transfers else (),

@@ -51,7 +51,7 @@ class Surroundings:
     """Set the script's environment within the `with` block. At the end of the block, restore the environment from
     before the block. A later call of `again` sets the environment that the script left at the end of the block.
 
-    If the script has closed the output from before the block (`sys.stdout`), its own last output is used after the
+    If the script has closed the `sys.stdout` from before the block, the script's last `sys.stdout` is used after the
     block. If that is closed too, stderr is used.
     """
 

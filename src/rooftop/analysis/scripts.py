@@ -98,8 +98,8 @@ def run_script(
     end_process = os._exit
 
     def exit_now(status: int) -> NoReturn:
-        """Replace `os._exit` for the script: end the recording and pass its result to `before_exit`, because the real
-        `os._exit`, which then ends the process, runs neither `finally` blocks nor `atexit` functions.
+        """Replace `os._exit` for the script: end the recording and pass its result to `run_script`'s `before_exit`. The
+        real `os._exit` then ends the process, and runs neither `finally` blocks nor `atexit` functions.
         """
         if os.getpid() == process and recorded.is_open:
             try:
@@ -136,8 +136,8 @@ def run_script(
 
 
 def _hooked(hook: Callable[..., Any], failure: BaseException, trace: TracebackType | None) -> int:
-    """Call the script's own `sys.excepthook` and return the exit status. An exception in the hook is handled as in
-    Python."""
+    """Call the script's own `sys.excepthook` and return the exit status. If the hook raises, print both tracebacks, as
+    Python does."""
     try:
         hook(type(failure), failure, trace)
     except SystemExit as end:
@@ -170,8 +170,8 @@ def _reported(
     problem: str = "",
     error: BaseException | None = None,
 ) -> ScriptRun:
-    """The report of a script that has ended. The report's notes mention other processes. On the first rank, the report
-    covers all ranks.
+    """The report of a script that has ended. The report's notes mention the processes that the script started. With
+    several ranks, the first rank's report covers all ranks, and the other ranks have none.
     """
     recorded.notes += [said for said in (others.said, recorded.said_of_threads) if said]
     ranks, missing = None, list[str]()
@@ -192,8 +192,8 @@ def _reported(
 
 
 def _device_of_rank(device: torch.device | str | None) -> torch.device | str | None:
-    """The GPU of this rank, chosen as programs under `torchrun` do. A GPU that the caller chose by its
-    number is kept."""
+    """The GPU of this rank: the one with the number `LOCAL_RANK`, as in programs under `torchrun`. A GPU that the
+    caller chose by its number is kept."""
     if str(device) == "cpu" or not torch.cuda.is_available() or torch.device(device or "cuda").index is not None:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -238,7 +238,7 @@ def _run(script: Path, one_of_ranks: bool) -> None:
 
 
 def _line(error: BaseException, script: Path) -> str:
-    """The innermost line of the script that led to an error."""
+    """ " (script:line)" of the innermost call in the script that led to an error; "" if there is none."""
     line, trace = None, error.__traceback__
     while trace is not None:
         frame: Any = trace.tb_frame

@@ -42,10 +42,9 @@ NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
 RANK_STEPS = 6  # number of steps of a rank under the profiler
 # stage `before` ends after this many steps, or after this many seconds if it has at least `LEAST_TIMED` steps
 BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0
-MOST_REPEATS = 5  # largest total number of repeats of watched stages, because a step was not typical
+MOST_REPEATS = 5  # most repeats, in all watched stages together, of steps that were not typical
 
-# largest number of module calls (from outside any module) in one watched stage; the profiler needs at least 50 kB for
-# each call
+# largest number of calls of outermost modules in one watched stage; the profiler needs at least 50 kB for each call
 MOST_MODULE_CALLS = 3_000
 # A watched stage is given up if it takes longer than both limits: this many seconds, and this many times the median
 # step.
@@ -75,7 +74,7 @@ def stages(*, found: bool, compiled: bool, ranks: bool, stays: bool = False) -> 
             from the first step on whether the program compiles code.
         compiled: whether the program compiles code.
         ranks: whether this is one of several ranks.
-        stays: whether CUPTI stays attached once a profiler has begun. If so, the profiler begins late.
+        stays: whether CUPTI stays attached once a profiler has begun. If so, some steps are timed before it begins.
     """
     first = "unwatched" if compiled or stays else "whole"
     warm_up = COMPILED_WARM_UP if compiled else WARM_UP
@@ -127,7 +126,7 @@ class Laps:
     Attributes:
         steps: number of completed steps.
         laps: the first steps (at most `recordings.MOST_LAPS`), timed by the host's clock.
-        whole, early: labelled steps for a program that ends soon.
+        whole, early: the first and the second step, labelled, for a program that ends soon.
         plain, labelled: the step under the profiler alone, and the labelled steps.
         timed_ms, timed_calls: durations of undisturbed steps, and the calls in each.
         before_ms, before_calls: durations and calls of steps that were timed before the profiler began.

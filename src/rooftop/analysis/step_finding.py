@@ -67,7 +67,7 @@ class Watcher(Protocol):
         """Whether the watcher accepts reports now. Events are ignored while the watcher does not accept reports."""
 
     def work_begins(self, compiled: bool) -> None:
-        """The first call of a module begins. `compiled`: whether `torch.compile` compiles the module."""
+        """The first call of a module begins. `compiled`: whether the module is compiled by `torch.compile`."""
 
     def work_goes_on(self) -> None:
         """A module is called from outside any module, after the first call."""
@@ -94,8 +94,8 @@ class StepFinder:
     Attributes:
         level: level of the leading marker; None until a marker has occurred.
         began_at: the time (`time.perf_counter`) at which the first step began: the time of the first call of a module.
-            If the leading marker is GRADIENT or coarser, the first call of a module with parameters while gradients are
-            enabled. None if there was no such call.
+            If the leading marker is GRADIENT or coarser, the time of the first call of a module with parameters while
+            gradients are enabled. None if there was no such call.
         threads: CPU seconds that every thread other than the one that runs the steps spent in calls of modules, by the
             thread's name. After `MOST_THREADS` threads, all further threads count together under the name "".
     """
@@ -269,7 +269,7 @@ class StepFinder:
             self._marked(Level.OPTIMIZER, optimizer)
 
     def _is_elsewhere(self) -> bool:
-        """Whether the call is in another thread, or inside a backward pass."""
+        """Whether this code runs in another thread than the recorded one, or inside a backward pass."""
         return threading.get_ident() != self._thread or torch._C._current_autograd_node() is not None
 
     # ---- the event that ends a step --------------------------------------------------------------------------------
@@ -305,8 +305,8 @@ class StepFinder:
         self._others.clear()
 
     def _is_coarser(self, what: Any) -> bool:
-        """Whether this marker has occurred twice, each time after the same number (2 to `MOST_INNER_STEPS`) of the
-        leading marker's steps."""
+        """Record an occurrence of this marker. Whether its last two occurrences each came after the same number (2 to
+        `MOST_INNER_STEPS`) of the leading marker's steps."""
         other = self._others.setdefault(self if what is None else what, _Other())
         since, before = self._led - other.led, other.since
         other.led, other.since = self._led, since
@@ -323,9 +323,9 @@ class StepFinder:
 
 
 class _Other:
-    """Counts of a marker other than the leading marker. `led`: number of leading steps before the marker's last
-    occurrence. `since`: number of leading steps between its last two occurrences. `alone`: how often the marker has
-    occurred since the last leading step. `alone_since`: the number of that leading step, counted from 1.
+    """Counts of a marker other than the leading marker. `led`: number of leading steps from the beginning until the
+    marker's last occurrence. `since`: number of leading steps between its last two occurrences. `alone`: how often the
+    marker has occurred since the last leading step. `alone_since`: the number of that leading step, counted from 1.
     """
 
     def __init__(self) -> None:

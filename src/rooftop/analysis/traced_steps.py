@@ -1,13 +1,13 @@
 """Find out whether a program runs other operators while it is compiled or captured into a CUDA graph.
 
 A program may ask PyTorch whether it is being compiled or captured, and then run other operators. For example,
-transformers omits an attention mask that masks nothing, but keeps it if reading the mask would break the capture.
-Attention with a mask is slower. Advice to compile or to capture must count the operators that run when the answer is
-"yes". So this module detects whether a program asks. If a program asks, a few of its steps are measured with "yes" as
-the answer.
+transformers reads an attention mask, and omits it if it masks nothing. During compilation or capture, transformers does
+not read the mask, and so keeps it. Attention with a mask is slower. Advice to compile or to capture must count the
+operators that run when the answer is "yes". So this module detects whether a program asks. If a program asks, a few of
+its steps are measured with "yes" as the answer.
 
 PyTorch itself asks as well (its optimizers refuse to be captured unprepared), and gets the true answer. A program with
-compiled parts is not watched, because the replaced functions would be compiled into these parts, in a separate graph.
+compiled parts is not watched, because torch.compile would break its graphs at the replaced functions.
 """
 
 from __future__ import annotations

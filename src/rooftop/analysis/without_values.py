@@ -89,7 +89,7 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *rest: 
         made: Tensor = torch.ops.aten._grouped_mm.default(left, right, offs, *rest, **settings)
         return made
     if left.shape[-1] != right.shape[-2]:
-        raise RuntimeError(f"the widths of {tuple(left.shape)} and {tuple(right.shape)} do not match")
+        raise RuntimeError(f"contracted dimensions of {tuple(left.shape)} and {tuple(right.shape)} are not equal")
     if left.dim() == right.dim() == 2 and offs is not None:  # the groups divide the contracted dimension
         return left.new_empty((offs.shape[0], left.shape[0], right.shape[1]))
     groups = left.shape[:1] if left.dim() == right.dim() == 3 else ()
@@ -97,7 +97,7 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *rest: 
 
 
 def _clone(source: Tensor, **memory_format: Any) -> Tensor:
-    """Clone a sparse fake tensor. PyTorch's own function for fake tensors leaves the clone empty."""
+    """Clone a sparse fake tensor. PyTorch's own function for fake tensors makes a clone without entries."""
     if source.layout == torch.sparse_coo:
         return _of_the_same_entries(source, source.is_coalesced())
     made: Tensor = torch.ops.aten.clone.default(source, **memory_format)

@@ -50,7 +50,7 @@ class Cost:
 
     @property
     def working_set_bytes(self) -> int:
-        """The distinct bytes that the work touches. A cache must hold all of these bytes to serve the work."""
+        """The distinct bytes that the work touches. Only a cache that holds all of these bytes can replace memory."""
         return self.bytes - self.shared_bytes
 
     @property
@@ -138,8 +138,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What formulas need to know of an operator's schema: default arguments, the written arguments and the number of
-    results. It is extracted only once per operator, because reading a schema is slow.
+    """What formulas need of an operator's schema: the arguments' defaults, the names of the arguments that the operator
+    writes, and the number of results. It is read only once per operator, because reading a schema is slow.
     """
 
     defaults: dict[str, Any]
@@ -170,8 +170,9 @@ _WITHOUT_TENSORS = frozenset({int, float, bool, str, complex, type(None), torch.
 
 
 def _collect(value: Any, found: list[Tensor], inside: tuple[int, ...]) -> None:
-    """Append the tensors in a value to a list. For speed this is not a generator: it runs several times for each
-    counted operator.
+    """Append the tensors in a value to the list `found`. `inside`: ids of the lists and dicts around the value.
+
+    For speed this is not a generator: it runs several times for each counted operator.
     """
     kind = type(value)
     if kind in _WITHOUT_TENSORS:
@@ -234,8 +235,8 @@ def stored_elements(tensor: Tensor) -> int:
 
 
 def distinct_elements(tensor: Tensor) -> int:
-    """Number of elements in memory that a tensor covers. Repeated elements (stride 0) count once, and overlapping
-    windows count at most the memory that they span.
+    """Number of elements in memory that a tensor covers. Repeated elements (stride 0) count once. The count of
+    overlapping windows is an upper bound: at most the memory that they span.
 
     For a sparse tensor, the elements of its values count.
     """
@@ -259,8 +260,8 @@ def tensor_bytes(tensor: Tensor | None) -> int:
 
 
 def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Distinct bytes of several tensors. Identical views count once, and overlapping views count at most the memory
-    that they span."""
+    """Distinct bytes of several tensors. Identical views count once. The count of overlapping views is an upper bound:
+    at most the memory that they span."""
     by_memory: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         if tensor is not None:
@@ -270,7 +271,7 @@ def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _memory(tensor: Tensor) -> int:
-    """A key that identifies the tensor's memory. An opaque tensor is its own key."""
+    """A key that identifies the tensor's memory: its storage, or for an opaque tensor the tensor itself."""
     return id(tensor) if _is_opaque(tensor) else tensor.untyped_storage()._cdata
 
 
@@ -344,8 +345,8 @@ def matrix_precision(tensor: Tensor, *, convolution: bool = False) -> str:
     """
     device_type = counted_device_type() or tensor.device.type
     if tensor.dtype in (torch.float32, torch.complex64) and device_type == "cuda":
-        # reading `allow_tf32` raises once a program has used these newer switches, which also reflect the older
-        # switches
+        # `fp32_precision` also reflects the older switch `allow_tf32`. Reading `allow_tf32` itself raises an error if
+        # the program has set `fp32_precision`.
         switch = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul  # type: ignore[attr-defined]
         return "tf32" if switch.fp32_precision == "tf32" else "fp32"
     return _MATRIX_PRECISION.get(tensor.dtype, "fp32")

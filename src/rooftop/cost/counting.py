@@ -103,8 +103,8 @@ class Record:
             result from a GPU, or the operator copies between host and GPU. "" for other operators, and if no line of
             the program is running (backward).
         spec: the call in repeatable form, for PyTorch's own operators.
-        inputs, outputs: the operator's tensors, in order; empty in the optimizer, and if only the profiler recorded the
-            operator.
+        inputs, outputs: the operator's tensors, in order; empty for an operator of the optimizer, and for one that only
+            the profiler recorded.
         title: name in reports if the schema name is ambiguous (see `title_of`).
     """
 
@@ -316,8 +316,8 @@ def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
 
 
 def _tensor_spec(tensor: Tensor, known: dict[int, TensorSpec]) -> TensorSpec:
-    """The spec of a tensor. `known` holds this call's specs by tensor id, because most tensors occur twice in a
-    call."""
+    """The spec of a tensor. `known` holds the specs already made for this call, by tensor id, because most tensors
+    occur twice in a call."""
     spec = known.get(id(tensor))
     if spec is None:
         known[id(tensor)] = spec = _described(tensor)
@@ -383,6 +383,6 @@ def _require_figures(cost: Cost) -> None:
 
 
 def _in_place(cost: Cost, call: Call) -> Cost:
-    """The cost, with memory that the call both reads and writes marked as shared."""
+    """The cost, with `shared_bytes` set to the bytes that the call both reads and writes."""
     touched = distinct_bytes([*call.read_tensors, *call.written_tensors])
     return replace(cost, shared_bytes=max(0, cost.bytes - touched))

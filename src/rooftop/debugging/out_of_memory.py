@@ -74,8 +74,10 @@ class LiveTensor:
         size_bytes: requested size, before the allocator's rounding.
         kind: one of the constants of this file, such as PARAMETER ("parameters").
         name: name of a parameter, gradient, buffer or optimizer state: "encoder.layers.3.linear1.weight".
-        module: path of the running module; None: no module was running, or the allocation was not recorded.
-        line: line of the user's program; None: the allocation was not recorded, or an autograd thread made it.
+        module: path of the module that was running at the allocation; None: no module was running, or the allocation
+            was not recorded.
+        line: line of the user's program that allocated; None: the allocation was not recorded, or an autograd thread
+            made it.
         shape, dtype: shape and dtype; None if no Python object holds the tensor (autograd saved it).
     """
 
@@ -173,8 +175,8 @@ def explain_memory(
 def memory_error_in_words(error: BaseException) -> str | None:
     """A short text about an out-of-memory error of a GPU or of the CPU; None for any other error.
 
-    The text is the beginning of the error's message. For PyTorch's RuntimeError on the CPU, the text says how much
-    memory the CPU could not allocate.
+    The text is the beginning of the first line of the error's message. For PyTorch's RuntimeError on the CPU, the text
+    says how much memory the CPU could not allocate.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(str(error).split(". ")[:2]).split("\n")[0].rstrip(".") or type(error).__name__
@@ -269,8 +271,8 @@ def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]
     threads = threading.local()  # per thread, as torch's mark is: backward passes run in other threads
 
     def calls() -> tuple[RunningCalls, RunningCalls]:
-        """Return the scopes of this thread's running modules, and the arguments of `mark` for its running modules and
-        optimizers."""
+        """Return this thread's stacks of running calls: the scopes of its modules, and the arguments of `mark` for its
+        modules and optimizers."""
         if not hasattr(threads, "calls"):
             threads.calls = RunningCalls(), RunningCalls()
         scopes, marks = threads.calls
@@ -348,7 +350,7 @@ def explanation_of(
         memory: allocated, reserved, free and total bytes of the GPU.
         known: maps an address to the tensor that starts at this address.
         device: index of the GPU in the snapshot.
-        out: whether memory ran out. If so, the trace's last "oom" entry says in which line.
+        out: whether memory ran out. If so, the trace's last "oom" entry has the line of the failed allocation.
         most: maximum number of tensors, and of groups, to list.
     """
     traces = snapshot["device_traces"]

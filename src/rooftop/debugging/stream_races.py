@@ -2,9 +2,9 @@
 
 As in `torch.cuda._sanitizer`, the check records, for each stream, the streams that it has waited for. In addition, each
 finding names lines of the user's program, and the program continues. The check also handles three cases that
-torch's sanitizer misses. Views that use different bytes of one storage are no race. Operators such as `zeros_like`
-write a new tensor, and do not read the values of their argument. Memory may be freed while another stream still uses it
-(a missing `record_stream`).
+torch's sanitizer gets wrong. It does not report views that use different bytes of one storage. It knows that operators
+such as `zeros_like` do not read the values of their argument. It reports memory that is freed and reused while another
+stream still uses it (a missing `record_stream`).
 
 The check cannot see kernels that PyTorch does not launch (custom kernels, Triton), work inside a CUDA graph or compiled
 code, waits in other libraries, or host memory (`non_blocking` copies from it). Work before the block counts as
@@ -176,7 +176,7 @@ class _Watcher:
             getattr(self._events, f"_handle_{event}")(*args)
 
     def record_stream(self, address: int, stream: int) -> None:
-        """Record that the allocator keeps the storage until this stream has finished using it."""
+        """Record a call of `record_stream`: when the storage is freed, the allocator waits for this stream's work."""
         self._recorded.setdefault(address, set()).add(stream)
 
     def launch(self, stream: int, launch: _Launch) -> None:
@@ -191,7 +191,7 @@ class _Watcher:
         tensors = self._events.tensors_accessed
         tensors.ensure_tensor_does_not_exist(address)
         tensors.create_tensor(address, None)
-        # A stream that writes the new tensor must wait for streams that still use the old tensor.
+        # A stream that writes the new tensor must wait for the streams that used the freed tensor at this address.
         tensors.accesses[address].reads.extend(self._left.pop(address, []))
         self._allocated[address] = self._events.seq_num
 

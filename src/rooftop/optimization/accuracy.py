@@ -1,6 +1,6 @@
 """The error of a changed model's results, relative to the error that is allowed.
 
-A result may have at most twice the original's error, measured against float64, plus one rounding
+A result may have at most twice the original's error, measured against float64, plus one rounding of the float64 result
 (`rooftop.testing.assert_as_accurate`). The limit applies both to the worst element's error and to the root mean square
 of all errors.
 """
@@ -126,8 +126,8 @@ class Errors:
         return max(of_worst, _ratio(rms, ALLOWED * max(plain, usual) + rounding))
 
     def _means(self) -> tuple[float, float, float]:
-        """Root mean squares of three errors against the float64 model: the changed module's, the original's, and one
-        rounding of the exact result.
+        """Root mean squares of three errors against the float64 model: the changed module's, the original's, and the
+        error of rounding the float64 result once to the result's dtype.
         """
         rms, plain, rounding = (
             math.sqrt(each / self.count) for each in (self.squares, self.plain_squares, self.rounding_squares)
@@ -150,8 +150,8 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
         truth: the float64 model's result.
         usual: counts as the original's error if the original's error is smaller. `gate.py` passes the original's error
             on the given inputs (for a doubtful result, on all compared inputs). If the result is then too inaccurate,
-            it passes the largest of three: this error, the original's error in TF32, and the change of the float64
-            result if the inputs of a special draw change by a few roundings.
+            `gate.py` calls this again with the largest of three: this error, the original's error in TF32, and the
+            change of the float64 result if the inputs of a special draw change by a few roundings.
 
     Raises:
         InaccurateError: the error is larger than allowed.
@@ -166,6 +166,6 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
 
 def _ratio(error: float, allowed: float) -> float:
     """The error divided by the allowed error. The allowed root mean square may be 0, because squares of tiny float64
-    numbers underflow. The result is then 0, so the worst element decides.
+    numbers underflow. In that case this returns 0, so that the largest error of an element decides.
     """
     return error / allowed if allowed else 0.0

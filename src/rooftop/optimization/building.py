@@ -143,7 +143,7 @@ class Builder:
 
     def _gate_of(self, rules: Sequence[Rule]) -> Gate:
         """The gate that checks candidates with these rules. If some of the rules lower the precision, the gate compares
-        with the original under those rules only.
+        with the original to which only those rules have been applied.
         """
         lowering = [rule for rule in rules if rule.opt_in]
         key = tuple(rule.name for rule in lowering)

@@ -1,4 +1,5 @@
-"""Stop a block of code after some time, as Ctrl-C would, because a compiler has no time limit of its own."""
+"""End a block of code with an exception after some time, as Ctrl-C would, because a compiler has no time limit of its
+own."""
 
 from __future__ import annotations
 

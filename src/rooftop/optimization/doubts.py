@@ -40,7 +40,8 @@ SAME_SIZE = 1.5
 
 
 def is_hopeless(error: InaccurateError) -> bool:
-    """Whether a result's error is so far above the allowed error that comparing more inputs cannot excuse it."""
+    """Whether a result's error is so far above the allowed error that it cannot be chance, so no more inputs are
+    compared."""
     return error.share > (HOPELESS if error.count > FEW else HOPELESS_OF_FEW)
 
 
@@ -48,7 +49,7 @@ def may_be_luck(error: InaccurateError, dtype: torch.dtype) -> bool:
     """Whether bad luck alone may explain an error on inputs whose values are all equal.
 
     For such inputs, all elements of the result may have the same rounding error, which the original may avoid by luck.
-    So the result is compared on inputs that resemble the given inputs instead.
+    So the result is compared on inputs that resemble the user's given inputs instead (see `MoreInputs`).
     """
     return torch.finfo(dtype).bits >= 32 or error.share <= LUCK_IN_HALF
 
@@ -64,7 +65,7 @@ class Doubts:
         near: whether the other inputs are neighbours of the first input, so that results have almost the same size.
 
     Attributes:
-        usual: the original's largest error on any of the inputs.
+        usual: the original's largest error on the given inputs (the argument `usual`) and on the inputs noted so far.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Doubts:
         """The largest error of the results over all inputs so far, as a multiple of the allowed error.
 
         Raises:
-            InaccurateError: the largest error is above 1.
+            InaccurateError: the largest error is above the allowed error.
         """
         share, name = self._worst()
         if not share <= 1:

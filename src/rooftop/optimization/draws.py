@@ -104,8 +104,8 @@ def _floats(change: Change) -> Change:
 
 
 def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int] | None = None) -> Tensor:
-    """A tensor with values drawn from those of `tensor`; integers and booleans are permuted if their number stays the
-    same.
+    """A tensor with values drawn from those of `tensor`; integers and booleans are permuted if `shape` does not change
+    the number of elements.
 
     If all values of the tensor are equal, floating-point values are drawn between 0 and this constant, or between 0 and
     1 if it is 0; integers between 0 and the constant, if it is above 0; and booleans from both values. Sparse tensors

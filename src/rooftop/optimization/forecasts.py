@@ -33,7 +33,7 @@ LAUNCHES = 200
 
 def quick_ceilings(device: torch.device) -> Ceilings:
     """Quickly measured limits of a device: memory bandwidths, the time of the shortest kernel, and the time of a
-    launch. Their flops are infinite: arithmetic is not measured.
+    launch. Arithmetic is not measured: the peak rates are infinite.
     """
     points = []
     for size in SIZES:

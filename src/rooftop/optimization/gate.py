@@ -420,10 +420,10 @@ class Gate:
         return _error(found, known.truth, name)
 
     def _sensitivity(self, known: Known, name: str) -> float:
-        """How much a float64 result changes if the inputs of a special draw change by `SHIFT`.
+        """The largest change of a result, in float64, if the inputs of a special draw change by `SHIFT` roundings.
 
-        Returns 0 for draws that are not special, and for results that are not float32. For half precision, no such
-        allowance is needed, because sums are more precise than inputs.
+        Returns 0 for draws that are not special, and for results that are not float32. Results in half precision need
+        no such allowance, because kernels sum in float32.
         """
         if not known.draw.special or known.truth is None or known.eager.values[name].dtype != torch.float32:
             return 0.0
@@ -442,7 +442,9 @@ class Gate:
             return 0.0
         if truth is None or not got.is_floating_point() or self.exact_only:
             why = f": {self.exact_only}" if self.exact_only else ""
-            raise RefusedError(f"{what}: {name} differs by up to {_difference(got, eager):.3g}{why}")
+            raise RefusedError(
+                f"{what}: {name} differs from the original's by up to {_difference(got, eager):.3g}{why}"
+            )
         return as_accurate(name, got, eager, truth, what, self._usual_error(name))
 
     def _usual_error(self, name: str) -> float:
@@ -464,7 +466,7 @@ def doubled(given: Arguments) -> Arguments:
 
 
 def _shifted(tensor: Tensor) -> Tensor:
-    """A float32 tensor in float64, with each value changed by a random number of roundings, at most `SHIFT`."""
+    """A float32 tensor in float64, with each value changed at random by at most `SHIFT` roundings (float32's eps)."""
     if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
         return tensor
     generator = torch.Generator(tensor.device).manual_seed(SEED)
@@ -511,7 +513,7 @@ def _same_draws(known: Known) -> bool:
     their results are far apart.
     """
     if known.truth is None or known.draw.special:
-        return True  # for large or constant inputs, close results do not show equal random numbers
+        return True  # for large or constant inputs, the distance of the results says nothing about random numbers
     for name, value in known.eager.values.items():
         truth = known.truth.values.get(name)
         if truth is None or truth.shape != value.shape:

@@ -231,7 +231,7 @@ class OptimizedModule(nn.Module):
         return own.original(*args, **kwargs)
 
     def stop(self, why: str) -> None:
-        """Run the original from now on."""
+        """Run the original from now on, for the reason `why` (see `unproven`)."""
         self._own.stopped = why
 
     # ---- the original's interface ---------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class _State:
         self.versions, self.addresses, self.kinds = self._versions(), self._addresses(), self._kinds()
         self.hooks = RemovableHandle.next_id
         self.unchanged = not any(self.candidate.changes.values())
-        self._quick: set[Hashable] = set()  # quick keys of proven calls
+        self._quick: set[Hashable] = set()  # the `_quick_key`s of proven calls
         self.modules = contents.modules
         self.modes = [module.training for module in self.modules]
         # On a GPU, the host first launches the faster model, and checks the call while the GPU runs. If a check
@@ -347,7 +347,7 @@ class _State:
 
     def versions_of(self, given: Arguments) -> list[object]:
         """The version counters of the tensors in a call's arguments, to detect changes; [] unless the candidate is
-        `frozen`. An inference tensor has no version counter, so it always counts as changed.
+        `frozen` (see `Candidate`). An inference tensor has no version counter, so it always counts as changed.
         """
         if not self.candidate.frozen:
             return []

@@ -60,8 +60,8 @@ def optimize(
             gradients.
         loss: computes the loss from the output. None: if only one output tensor requires a gradient, and it has one
             element, it is the loss; otherwise all outputs get fixed random gradients.
-        optimizer: the optimizer of the step. A rule may replace this optimizer by a faster one. Create learning rate
-            schedulers afterwards, for `Optimized.optimizer`.
+        optimizer: the optimizer of the step. A rule may replace this optimizer by a faster one. So create learning rate
+            schedulers after this call, on `Optimized.optimizer`.
         shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension also get
             the new first dimension.
         rules: names of rules, or your own rules (`rooftop.rewrites.Rule`). None: all rules except those that lower the
@@ -114,7 +114,7 @@ def optimize(
             tried[1] = replace(tried[1], needed="")
             tried += [drawn(f"draw() {i + 1}") for i in range(2)]
         check_nothing_is_carried(module, step, tried[:2])
-        twin = Candidate.of(module, None, train, tensors_of(given)).model  # calls may leave values in attributes
+        twin = Candidate.of(module, None, train, tensors_of(given)).model  # a copy, because calls may change attributes
         check_taken(twin, step, tried)
 
         def gate() -> Gate:
@@ -125,7 +125,7 @@ def optimize(
         proven = [given, *(each.given for each in claimed)]
 
         def wrap(candidate: Candidate) -> OptimizedModule:
-            return OptimizedModule(module, candidate, proven)  # created in the mode in which it is proven
+            return OptimizedModule(module, candidate, proven)  # created in the train or eval mode in which it is proven
 
         ends = began + budget_s
         builder = Builder(twin, optimizer, step, gate, given, ends, fresh, originals)
@@ -230,7 +230,7 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
     for kind in dict.fromkeys(rule.kind for rule in rules if rule.kind):
         same = [rule.name for rule in rules if rule.kind == kind]
         if len(same) > 1:
-            raise InputError(f"{path} has the rules {' and '.join(same)}, of which a search keeps only one: remove one")
+            raise InputError(f"{path} has the rules {' and '.join(same)}, which exclude each other: remove one")
     return rules, plan
 
 

@@ -107,10 +107,11 @@ class Step:
         return outputs, [self._slope(i, output) for i, output in enumerate(outputs)]
 
     def _slope(self, place: int, output: Tensor) -> Tensor:
-        """A random gradient of an output, with the same values in each call and for all dtypes."""
+        """A random gradient with which backward starts at an output. Its values are the same in each call and for all
+        dtypes."""
         key = place, output.shape, output.dtype, output.device
         known = self._slopes.get(key)
-        if known is None or known._version != 0:  # a backward function wrote to the tensor
+        if known is None or known._version != 0:  # or a backward function wrote to the kept tensor
             generator = torch.Generator(output.device).manual_seed(SEED + place)
             values = torch.randn(output.shape, generator=generator, device=output.device)
             known = self._slopes[key] = values.to(output.dtype, copy=True)
@@ -141,7 +142,7 @@ def outcome_of(step: Step, call: Callable[..., Any], model: nn.Module, given: Ar
         model: the model that `call` runs; its parameters and buffers are read.
 
     Raises:
-        TypeError: a result may contain tensors that cannot be compared.
+        TypeError: the outputs may contain tensors that cannot be compared.
         Exception: any error that the call raises.
     """
     _delay(given)
@@ -157,7 +158,7 @@ def outcome_of(step: Step, call: Callable[..., Any], model: nn.Module, given: Ar
             structure = signature((output, given), _layout)[0]
         except TypeError as error:
             raise TypeError(
-                f"optimize: a result may contain tensors that cannot be compared: {error}. Let the model return "
+                f"optimize: the outputs may contain tensors that cannot be compared: {error}. Let the model return "
                 "tensors (transformers: use_cache=False)"
             ) from error
         values = {f"result {i}": _dense(t) for i, t in enumerate(results)}
@@ -233,8 +234,8 @@ def _address(tensor: Tensor) -> int | None:
 def _delay(given: Arguments) -> None:
     """Make the GPU wait for a while.
 
-    The arguments are copied after this delay. So a kernel on another stream that does not wait for this stream reads
-    the old values, which reveals the error.
+    The arguments are copied after this delay. So a kernel on another stream that fails to wait for this stream reads
+    the old values, and its wrong results reveal the missing synchronization.
     """
     device = next((t.device for t in tensors_of(given) if t.is_cuda), None)
     if device is not None:
@@ -263,7 +264,7 @@ def anew(given: Arguments) -> Arguments:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether a tensor has more elements than memory addresses."""
+    """Whether several elements of a tensor share a memory address."""
     return tensor.layout == torch.strided and _span(tensor) < tensor.numel()
 
 

@@ -33,7 +33,7 @@ class Profiles:
 
     Attributes:
         now: times of a step of the best candidate.
-        peak: bytes of GPU memory that a step of the original needs at its peak; 0 on a CPU.
+        peak: bytes of GPU memory at the peak of a step of the original, beyond those allocated before it; 0 on a CPU.
     """
 
     def __init__(self, step: Step, given: Arguments, original: nn.Module, plain: Candidate) -> None:
@@ -174,7 +174,7 @@ class Profiles:
             return ahead(step_of(candidate, self._step, copied(self._given)), candidate.device, wall_ms)
 
     def _peak_bytes(self, candidate: Candidate) -> int:
-        """Additional bytes of GPU memory at the peak of a candidate's step; 0 on a CPU."""
+        """Bytes of GPU memory at the peak of a candidate's step, beyond those allocated before it; 0 on a CPU."""
         device = candidate.device
         if device.type != "cuda":
             return 0

@@ -72,7 +72,7 @@ def _hooked_tensor(module: nn.Module) -> str:
 def _check_model(module: nn.Module) -> None:
     check_methods(module, "optimize")
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-        raise TypeError("optimize: a TorchScript module has its own code: pass the model that it was made from")
+        raise TypeError("optimize: a TorchScript module cannot be changed: pass the model that it was made from")
     parts = Contents.of(module).modules
     if isinstance(module, WRAPPERS):
         raise TypeError(f"optimize: pass the model inside this {type(module).__name__}, then wrap the faster module")

@@ -63,7 +63,8 @@ class Rounds:
 
     def least_share(self, predicted_share: float) -> float:
         """The smallest gain, as a fraction of the step's time, for which the search keeps a rule. The result is half of
-        `min_gain` if any gain is predicted, so that a gain close to `min_gain` has the same verdict in each search.
+        `min_gain` if any gain is predicted. So a rule with a gain close to `min_gain` is kept in each search, not only
+        in some searches.
         """
         return self.min_gain / 2 if predicted_share > 0 else self.min_gain
 

@@ -286,8 +286,8 @@ class Search:
         return not rule.opaque or self._waited or repeated_calls.wait(0.0)
 
     def _changes_something(self, rule: Rule) -> bool:
-        """Whether the rule changes anything in the model, by building a candidate. True also if building fails: the
-        later trial of the rule reports the error.
+        """Build a candidate with the rule, and return whether the rule changed anything. True also if building fails:
+        the later trial of the rule reports the error.
         """
         try:
             return bool(self._builder.built([rule]).changes[rule.name])
@@ -342,9 +342,9 @@ class Search:
             return [same]
         opaque = [kept for kept in self.kept if kept.opaque and kept not in same]
         found = [same + opaque, same] if opaque else [same]
-        others = [kept for kept in self.kept if kept.infers]  # rules about the optimizer and memory stay
+        others = [kept for kept in self.kept if kept.infers]  # not rules for the optimizer or memory: these stay kept
         if rule.name == WHOLE and len(found[0]) < len(others):
-            found.append(others)  # torch.compile alone, which a user would try first
+            found.append(others)  # torch.compile without other rules for the model, which a user would try first
         return found
 
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
@@ -464,7 +464,7 @@ class Search:
         ms = {name: before_ms * (1 - statistics.median(shares)) for name, shares in gains.items()}
         noise = max(gains["after"]) - min(gains["after"])
         for_memory = any(kept.saves_memory for kept in self.kept)
-        if ms["after"] >= before_ms and not self.planned and not for_memory:  # checks of a call may undo the gain
+        if ms["after"] >= before_ms and not self.planned and not for_memory:  # each call's checks may cost the gain
             slower = f"together they are slower: {ms['after']:.3g} ms, the original {before_ms:.3g} ms"
             self._give_up(slower, "no gain")
             return Result(self._builder.plain, before_ms, before_ms, noise)

@@ -1,4 +1,4 @@
-"""Run a model as tensor cores run it in TF32: they drop the last 13 bits of float32 operands.
+"""Run a model as tensor cores run it in TF32: they drop the lowest 13 bits of float32 operands.
 
 PyTorch allows TF32 in convolutions by default, and in matrix products on request. Which kernels use TF32 depends on
 shapes and layouts, so a model may run without TF32 until a change uses another layout. So if PyTorch's settings allow

@@ -109,7 +109,7 @@ def times_of(
             faster = None if not_fusable(optimizer) else _optimizer_step(fused(optimizer), candidate.device)
     with untouched(original, candidate):
         fusable = fusable_of(step_of(replace(candidate, optimizer=None), step, given), candidate.device, ceilings)
-    if candidate.device.type == "cuda":  # a compiler adds the bias of a convolution in a fused kernel
+    if candidate.device.type == "cuda":  # eager PyTorch adds a convolution's bias in a kernel of its own
         fusable = replace(fusable, now_ms=fusable.now_ms + sum(map(bias_ms, convolutions_of(calls))))
     return Times(
         wall_ms, calls, now, faster, device_ms, host_ms, fusable, ceilings.launch_eager_ms, copies_ms=copies_ms

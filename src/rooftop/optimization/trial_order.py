@@ -72,8 +72,8 @@ class TrialOrder:
         return rule
 
     def seconds(self, rule: Rule, times: Times) -> float:
-        """The estimated seconds until a rule's first call is done: the rule's own estimate, scaled by how long the last
-        compilation took compared with its estimate.
+        """The estimated seconds until a rule's first call is done: the rule's own estimate, scaled by the ratio of the
+        last compilation's duration to the estimate for that compilation.
         """
         return self._pace * self._estimate(rule, times)
 
@@ -136,7 +136,7 @@ class TrialOrder:
 
     def _next(self, times: Times, left_s: float) -> Rule:
         """The rule to try next: the first waiting rule. But if this rule compiles the whole model or its blocks, the
-        time left decides which of these two rules is next.
+        time left decides whether the whole model or the blocks are compiled next.
         """
         first, whole, blocks = self._first_ready(), self._waiting_for(WHOLE), self._waiting_for(BLOCKS)
         if whole is None or blocks is None or first not in (whole, blocks):

@@ -21,7 +21,7 @@ BACKENDS = {
 
 
 class AttentionBackend(Rule):
-    """Try one back end of attention first. Other back ends and the plain formula compute the calls that this back end
+    """Prefer one back end of attention. Other back ends and the plain formula compute the calls that this back end
     does not support.
 
     PyTorch uses the first back end, in a fixed order, that can compute a call. But the fastest back end depends on the

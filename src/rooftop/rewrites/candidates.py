@@ -204,7 +204,7 @@ class Candidate:
         device: the device on which the model runs.
         frozen: whether a rule keeps values that were computed from parameters or buffers.
         placed: whether a rule relies on the current addresses of parameters and buffers.
-        attention: the back end of attention that a rule tries first; "" for PyTorch's own choice.
+        attention: the back end of attention that a rule prefers; "" for PyTorch's own choice.
         changes: what each rule changed, in words, by the rule's name.
         prepared: the function that `prepare` set last, if this function runs the whole model; else None.
     """
@@ -281,7 +281,7 @@ class Rule(ABC):
         infers: whether the rule can be applied to inference.
         exact: whether the rule by design keeps results identical bit for bit.
         opt_in: whether the rule is tried only if the user names it, because it lowers the precision.
-        kind: at most one rule of each kind is kept.
+        kind: at most one rule of each kind is kept; "" for a rule that excludes no other.
         opaque: whether the rule calls kernels that torch.compile cannot look into.
         saves_memory: whether the rule is kept for the memory that it saves, although it makes a step slower.
     """
@@ -306,7 +306,7 @@ class Rule(ABC):
         return None
 
     def predicted_ms(self, times: Times) -> float:
-        """The predicted gain of a step in ms, from the step's times."""
+        """The predicted time in ms that the rule saves per step, from the step's times."""
         return 0.0
 
     def seconds(self, times: Times) -> float:

@@ -154,7 +154,7 @@ class InOneForm:
 
     Args:
         run: the compiled function.
-        attention: the back end of attention that `run` tries first, as in `Candidate`.
+        attention: the back end of attention that `run` prefers, as in `Candidate`.
     """
 
     def __init__(self, run: Callable[..., Any], attention: str = "") -> None:
@@ -201,15 +201,15 @@ def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] |
 
 
 def _allowed_attention() -> str:
-    """The back ends of attention that PyTorch may choose, as a word of 0s and 1s."""
+    """The back ends of attention that PyTorch may choose, as a string with a 0 or 1 for each back end."""
     cuda = torch.backends.cuda
     allowed = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
     return "".join(str(int(each())) for each in allowed)
 
 
 def _is_in_form(value: Any) -> bool:
-    """Whether `_without_gaps` certainly returns this argument as it is. False for structures; `mapped` then calls it
-    for each of their tensors.
+    """Whether `_without_gaps` certainly returns this argument as it is. False for structures: `mapped` calls
+    `_without_gaps` for each of their tensors.
     """
     if type(value) is Tensor:
         return value.layout == torch.strided and value.is_contiguous() and not value.is_inference()

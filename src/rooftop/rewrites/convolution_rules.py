@@ -130,8 +130,8 @@ def convolutions_of(calls: Sequence[Call]) -> list[Call]:
 
 def share_inside(convolutions: Sequence[Call]) -> float:
     """The share of the values in the convolutions' outputs that come from kernels that also compute the operations
-    after the convolution. The share holds for relu on a Hopper GPU with 132 SMs. For other activations and GPUs, there
-    may be fewer such kernels.
+    after the convolution. The share is computed for relu on a Hopper GPU with 132 SMs. With other activations and GPUs,
+    there may be fewer such kernels.
     """
     results = {id(call): call.count * shape_of_result(call).numel() for call in convolutions}
     inside = sum(results[id(call)] for call in convolutions if _is_inside(call))
@@ -159,7 +159,7 @@ def _takes_one(call: Call, shapes: Iterable[torch.Size], names: Sequence[str]) -
 
 
 def bias_ms(call: Call) -> float:
-    """The device time in ms that calls of a convolution take to add their bias."""
+    """The device time in ms that the `call.count` calls of a convolution take to add their bias."""
     input, weight, bias, *rest = filled(call)
     if bias is None:
         return 0.0

@@ -46,8 +46,8 @@ from rooftop.rewrites.tracing import OwnThreadTracer
 from rooftop.rewrites.type_questions import answered, was_asked
 from rooftop.words import in_a_line
 
-# Number of dimensions of each layer's output, including the batch. A layer must have exactly one of these classes,
-# since a subclass may do anything.
+# For each class of layers, the number of dimensions of an output whose second dimension is the channels. A layer must
+# have exactly one of these classes, since a subclass may do anything.
 CONVOLUTIONS: dict[type[nn.Module], int] = {
     nn.Linear: 2,
     nn.Conv1d: 3,
@@ -245,7 +245,8 @@ class Structure:
                 self.read.add(id(self.modules[owner]))
 
     def convolution_before(self, name: str, norm: nn.Module, kinds: Collection[type[nn.Module]]) -> str:
-        """Return the name of the layer whose output only this norm uses. The layer must be of one of the given kinds.
+        """Return the name of the layer before this norm. The layer must be of one of the given kinds, and only this
+        norm may use its output.
 
         Raises:
             CannotFoldError: there is no such convolution.
@@ -267,7 +268,7 @@ class Structure:
             raise CannotFoldError(f"it follows {before}, a {type(convolution).__name__}")
         self._check_once(convolution, before)
         if was_asked(source):
-            raise CannotFoldError(f"forward looks at the type of the output of {before}")
+            raise CannotFoldError(f"a forward asks for the type of the output of {before}")
         if len(source.users) > 1:
             raise CannotFoldError(f"the output of {before} is used elsewhere, too")
         if len(source.args) != 1 or source.kwargs:
@@ -312,7 +313,8 @@ def _of(called: str, what: str) -> str:
 
 
 class _Reads(LightMode):
-    """Record the modules whose tensors a traced forward reads other than by attribute, for example by `parameters()`.
+    """Record the modules whose tensors a traced forward gets in another way than as an attribute (`self.weight`), for
+    example by `parameters()`.
 
     Attributes:
         found: names of these modules.
@@ -445,7 +447,7 @@ def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_n
     """Fold a norm into a convolution, or raise CannotFoldError before any change."""
     for module, called in ((convolution, convolution_name), (norm, "it")):
         if plain := sorted(vars(module).keys() & {*TENSORS}):
-            raise CannotFoldError(f"{_of(called, plain[0])} is neither a parameter nor a buffer")
+            raise CannotFoldError(f"{_of(called, plain[0])} is a plain attribute, neither a parameter nor a buffer")
     dimensions = CONVOLUTIONS[type(convolution)]
     old, old_bias = convolution.weight, convolution.bias
     assert isinstance(old, Tensor)
@@ -504,8 +506,8 @@ def _scale_and_shift(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
 
 
 def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
-    """Return (scale, shift) of a frozen norm whose eps is unknown, found by running it. They are computed from the
-    results for inputs of 0 and 1 in float64, and checked with other inputs.
+    """Return (scale, shift) of a frozen norm, found by running it, since its class decides its eps. They are computed
+    from the results for inputs of 0 and 1 in float64, and checked with other inputs.
     """
     example = norm.running_mean
     assert isinstance(example, Tensor)
@@ -566,7 +568,7 @@ for _name in (*SPECIAL_METHODS, "__add__", "__radd__", "__iadd__"):
 
 
 class Sealing:
-    """The forward of a folded convolution, which wraps the output.
+    """The replaced `forward` of a folded convolution: it wraps the output, so that only the folded norm can use it.
 
     Args:
         dimensions: number of dimensions of an output whose second dimension is the channels.

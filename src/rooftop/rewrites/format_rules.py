@@ -39,7 +39,7 @@ class ChannelsLast(Rule):
         return times.lack("convolution")
 
     def predicted_ms(self, times: Times) -> float:
-        # the forward copies weights, and the backward their gradients
+        # for each convolution, the forward copies the weight and the backward copies the weight's gradient
         copies = 2 * times.count("convolution_backward")
         return times.gain_ms(gain_channels_last(_of_images(times.calls)), -copies)
 
@@ -80,7 +80,7 @@ def _run_channels_last(candidate: Candidate) -> None:
 
 
 def _is_copied(module: nn.Module) -> bool:
-    """Whether a module is a plain convolution, so that a call can replace its weight."""
+    """Whether `_Copied` can replace a module's forward: it is an `nn.Conv2d` with its own forward and no hooks."""
     return type(module) is nn.Conv2d and "forward" not in vars(module) and not has_hooks(module)
 
 
@@ -112,7 +112,7 @@ def _of_images(calls: Sequence[Call]) -> list[Call]:
         if call.operator is torch.ops.aten.convolution.default or call.operator.name() == FUSED:
             shapes |= {call.arguments[0].shape, shape_of_result(call)}
         elif "convolution_backward" in call.operator.name():
-            shapes |= {each.shape for each in call.arguments[:2]}  # the gradient of the result, and the argument
+            shapes |= {each.shape for each in call.arguments[:2]}  # the gradient of the result, and the input
     return [
         call
         for call in calls

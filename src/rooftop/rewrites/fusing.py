@@ -5,8 +5,8 @@
 When is fusing allowed? The traces of `folding.py` show which convolutions' results are used only once, by an activation
 or by a sum that only an activation uses. The operations between the convolution and the activation must be known to
 change no other tensor. Such a convolution returns a promise, which stands for its result. A sum is recorded in the
-promise, and the activation computes everything at once. Any other use of a promise gets the tensor that the convolution
-alone would have returned. So the trace decides only the speed: a call on another path still returns correct numbers.
+promise, and the activation computes everything at once. Any other use of a promise computes the tensor for which it
+stands, without an activation. So the trace decides only the speed: a call on another path returns correct numbers, too.
 Only code that changes an inference tensor in place may get wrong numbers, since such tensors have no version counter.
 Shapes are known only in the call. If a shortcut then needs broadcasting or a cast, PyTorch computes the sum.
 """
@@ -333,7 +333,7 @@ def _computed(module: nn.Conv2d, input: Tensor, residual: Tensor | None, activat
 
 class _Promise:
     """The output of a convolution that will be computed with the following operations. Access to an attribute of a
-    tensor, except `dim` and METHODS, computes the convolution without the activation.
+    tensor, except `dim` and METHODS, computes the output at once, without an activation.
     """
 
     def __init__(self, convolution: nn.Conv2d, input: Tensor, residual: Tensor | None = None) -> None:
@@ -346,7 +346,7 @@ class _Promise:
         return 4
 
     def value(self) -> Tensor:
-        """The result without the activation."""
+        """The convolution's output, with the addend if there is one, but without an activation."""
         if self.settled is None:
             self.settled = self._with(None)
         return self.settled

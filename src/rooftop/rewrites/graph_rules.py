@@ -28,8 +28,8 @@ IN_A_CAPTURE = (
 
 
 class CudaGraphs(Rule):
-    """Replay each call of the model from a CUDA graph. Inputs of other shapes, strides or dtypes get their own graph;
-    in training, they get two graphs, one for forward and one for backward. The optimizer's step is not captured.
+    """Replay each call of the model from a CUDA graph. There is one graph for each set of input shapes, strides and
+    dtypes; in training there are two, one for forward and one for backward. The optimizer's step is not captured.
     """
 
     name = "cuda-graphs"
@@ -68,7 +68,7 @@ class Replays:
         state: returns a value that must be the same before and after a call (see `rooftop.rewrites.graphs.capture`).
 
     A call raises the errors of `run`. The first call raises `UncapturedError` if `run` cannot be captured. Later calls
-    that cannot be captured run `run`.
+    that cannot be captured run `run` without a graph.
     """
 
     def __init__(self, run: Callable[..., Any], device: torch.device, state: Callable[[], Hashable]) -> None:

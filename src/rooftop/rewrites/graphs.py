@@ -139,7 +139,7 @@ class Graphs:
 
     @contextmanager
     def in_order(self, refusal: str) -> Iterator[None]:
-        """Run a call on the current stream, after the previous call and all work on that call's stream.
+        """Run a call on the current stream, after all work on the stream of the previous call.
 
         Args:
             refusal: the message of the RuntimeError.
@@ -234,8 +234,8 @@ def recorded(
         UncapturedError: the host synchronizes with the GPU, or the capture failed.
         OutOfMemoryError: the capture needs more memory.
     """
-    # The run in `waits` is also unaware: PyTorch compiles code again for the function that `unaware` replaces, which
-    # must happen before the capture.
+    # `waits`, too, runs the model inside `unaware`: PyTorch compiles code again for the function that `unaware`
+    # replaces, and must do so before the capture.
     with unaware(stream) as audience:
         found = waits(call)
         try:
@@ -302,7 +302,7 @@ def waits_in_a_capture(call: Callable[[], Any], found: list[str]) -> list[str]:
 
 def waits(call: Callable[[], Any]) -> list[str]:
     """The Python lines at which the host waits for the GPU, as far as PyTorch detects them. PyTorch does not detect an
-    explicit synchronization.
+    explicit `torch.cuda.synchronize`.
     """
     here, found = threading.get_ident(), []
     mode = torch.cuda.get_sync_debug_mode()
@@ -316,7 +316,7 @@ def waits(call: Callable[[], Any]) -> list[str]:
         line: str | None = None,
     ) -> None:
         if "called a synchronizing CUDA operation" in str(message):
-            if threading.get_ident() == here:  # PyTorch's sync debug mode applies to the whole process
+            if threading.get_ident() == here:  # other threads warn as well: the debug mode is of the process
                 found.append(f"{filename}:{lineno}")
         elif "Synchronization debug mode is a prototype" not in str(message):
             shown(message, category, filename, lineno, file, line)

@@ -28,7 +28,7 @@ def replace_pools(model: nn.Module) -> dict[str, str]:
 
 
 class _Pooling:
-    """The forward of a replaced pool."""
+    """The replaced `forward` of an `nn.MaxPool2d`, which runs Rooftop's kernel."""
 
     def __init__(self, pool: nn.MaxPool2d) -> None:
         self.pool = pool

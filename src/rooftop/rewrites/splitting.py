@@ -4,11 +4,11 @@ Libraries join a batch norm with its activation in one class, such as timm's `Ba
 `nn.BatchNorm2d` whose forward normalizes, and then calls its modules `drop` and `act`. No rule may fold a subclass,
 since its forward may do anything. So torch.fx traces this forward alone. The trace may contain only one `batch_norm` of
 the module's own tensors, and then a chain of calls of the module's submodules. The forward must not change the module.
-`split` then adds an `nn.BatchNorm2d` with the same tensors as a submodule, called the part. The new forward calls the
-part, then the other submodules. Rules then see ordinary modules.
+`split` then adds a submodule, the part: a plain `nn.BatchNorm2d` with the same tensors. The new forward calls the part,
+then the other submodules. Rules then see ordinary modules.
 
 The trace shows one path only. So each call checks that the module's public attributes that are numbers, strings or None
-have not changed. Other attributes, and the modes of its modules, are not checked.
+have not changed. Other attributes, and the train or eval modes of its modules, are not checked.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Chain:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes on which the path of a forward may depend."""
+    """The attributes (plain values) on which a forward's control flow may depend."""
     return {name: value for name, value in vars(module).items() if name[0] != "_" and isinstance(value, PLAIN)}
 
 
@@ -85,7 +85,7 @@ def split(norm: nn.Module) -> str | None:
     """Split a subclass of a batch norm in place, if its forward normalizes and then only calls submodules in a chain.
     Otherwise return why the norm is not split.
 
-    The part shares the norm's tensors. `unsplit` undoes the split.
+    The plain batch norm that this adds (`PART`) shares the norm's tensors. `unsplit` undoes the split.
     """
     assert isinstance(norm, _BatchNorm)
     kind = next((kind for kind in KINDS if isinstance(norm, kind)), None)

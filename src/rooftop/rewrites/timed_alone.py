@@ -123,7 +123,7 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of ones with the shape, strides and dtype of the given tensor, which may be expanded."""
+    """A tensor of ones with the shape, dtype and strides of the given tensor, including strides of 0 (expanded)."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = torch.ones(max(1, span), dtype=tensor.dtype, device=device)
     return memory.as_strided(tensor.shape, tensor.stride())

@@ -21,7 +21,8 @@ class OwnThreadTracer(fx.Tracer):
     """
 
     def trace(self, *args: Any, **kwargs: Any) -> fx.Graph:
-        """Trace a module, as `torch.fx.Tracer.trace` does. Wait until another thread's trace has ended."""
+        """Trace a module, as `torch.fx.Tracer.trace` does. If another thread is tracing, first wait until its trace has
+        ended."""
         with _one_at_a_time:
             self._thread = threading.get_ident()
             return super().trace(*args, **kwargs)

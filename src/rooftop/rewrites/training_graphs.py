@@ -84,7 +84,7 @@ class TrainingReplays:
         record: captures both graphs; tests pass another function.
 
     A call raises the errors of `run`. The first call raises `UncapturedError` if `run` cannot be captured. Later calls
-    that cannot be captured, for example because all parameters are frozen, run the model.
+    that cannot be captured, for example because all parameters are frozen, run the model without graphs.
     """
 
     def __init__(
@@ -269,10 +269,10 @@ def _aliased(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[l
     """Within the block, a model's modules have aliases: other parameters with the same memory. Yields the aliases in
     the order of `parameters`.
 
-    Autograd sums a parameter's gradient on the stream on which the parameter was first used. This holds as long as any
-    autograd graph with the parameter is alive, such as the graph of the user's last loss. A capture on another stream
-    then fails. An alias is new, so it is first used in the capture. A module that reads a parameter from elsewhere
-    still reads the original.
+    Autograd sums a parameter's gradient on the stream on which the parameter was first used. Autograd keeps this stream
+    as long as any autograd graph with the parameter is alive, such as the graph of the user's last loss. A capture on
+    another stream then fails. An alias is new, so it is first used in the capture. A module that reads a parameter from
+    elsewhere still reads the original.
     """
     alias_of = {id(p): _alias(p) for p in parameters}
     places = [
@@ -301,14 +301,14 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
 def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     if isinstance(module, nn.RNNBase):  # an RNN also has a list of its weights
         setattr(module, name, parameter)
-    else:  # a module may refuse new attributes
+    else:  # a module's own `__setattr__` may refuse the alias
         module._parameters[name] = parameter
 
 
 @contextmanager
 def _quiet_about_streams() -> Iterator[None]:
     """Suppress PyTorch's warning that accumulating a parameter's gradient would wait, because the parameter was used
-    on another stream. No gradient is accumulated here.
+    on another stream. Here, gradients are returned and not accumulated.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)

@@ -25,8 +25,8 @@ def answered(model: nn.Module, gives_a_tensor: Callable[[nn.Module], bool]) -> I
     tensors: those that stand for the results of certain modules. Other proxies do not count as tensors, because they
     may stand for lists or sizes.
 
-    The node of such a proxy is marked (`was_asked`): a rewrite must not replace its value by an object that is not a
-    tensor.
+    If a forward asks for the type of such a proxy, its node is marked (`was_asked`): a rewrite must not replace the
+    node's value by an object that is not a tensor.
 
     Args:
         gives_a_tensor: whether a module certainly returns a tensor.
@@ -77,8 +77,8 @@ def _module_of(proxy: fx.Proxy) -> nn.Module | None:
 
 
 def _spaces(model: nn.Module) -> list[dict[str, Any]]:
-    """The dictionaries of global names of the files that define the model's classes and replaced methods, without
-    PyTorch's.
+    """The globals, one dict per Python file, of the files that define the classes of the model's modules and their
+    replaced methods; without PyTorch's files.
     """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     values = [vars(each) for each in (*model.modules(), *filter(_is_of_the_model, kinds))]

@@ -345,7 +345,7 @@ def test_an_unknown_operator_says_so(name: str) -> None:
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (Event("aten::mm", ["float"], [[3, 4]]), "1 arguments were recorded, 2 are expected"),
+        (Event("aten::mm", ["float"], [[3, 4]]), "1 arguments were recorded, but the operator takes 2"),
         (Event("aten::mm", ["float", "float"], [[3, 4], [5, 6]]), "aten.mm.default"),
         (
             Event("aten::mm", ["float", "Scalar"], [[3, 4], []], ["", "2"]),

@@ -2,8 +2,8 @@
 
 Autocast decides operator by operator: matrix work takes bfloat16, sums and logarithms take float32, and all other
 operators keep their inputs' dtype. So this module tracks, from operator to operator, which memory of a recorded step
-contains bfloat16. Results of matrix work are bfloat16 until other values overwrite them. Autocast has a separate list
-of operators for each kind of device.
+contains bfloat16. The memory of a result of matrix work counts as bfloat16 until another result is written there.
+Autocast has a separate list of operators for each kind of device.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _recast(record: Record, kind: str, in_float32: bool, half: set[int], written
         return Recast(False, 1.0)
     name = record.name.removeprefix("aten::")
     matrix = name.removesuffix("_backward") in IN_BFLOAT16[kind]
-    if not record.outputs:  # only the profiler recorded the operator
+    if not record.outputs:  # the profiler recorded the operator, but no tensors of it
         return Recast(matrix, 1.0 if in_float32 else 0.5)
     forward = record.phase == "forward"
     floats = [t for t in record.inputs if t.dtype == torch.float32 and t.shape]
@@ -148,8 +148,8 @@ LAYERS, REPEATS = 64, 7  # number of products in the chain whose launch is timed
 
 
 def cast_host_ms(device: str, training: bool) -> float:
-    """Host time of one autocast cast: an allocation, a copy and, in training, a graph node. A cast takes the host much
-    longer than the launch of a kernel.
+    """Host time in ms of one autocast cast: an allocation, a copy and, in training, an autograd node. A cast takes the
+    host much longer than the launch of a kernel.
 
     The measurement launches a chain of small matrix products with and without autocast, forward and (for training)
     backward. Other work of the host can only lengthen a measurement, so the shortest of several measurements is taken.

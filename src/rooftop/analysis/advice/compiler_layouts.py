@@ -1,15 +1,15 @@
 """Predict whether torch.compile stores a program's images channels last. The compiler decides by this rule (PyTorch,
 torch/_inductor/graph.py, decide_layout_opt):
 
-- CPU with oneDNN: yes, if the program has a convolution. The following rules are for GPUs.
+- CPU with oneDNN: yes, if the program has a convolution. Without oneDNN, and on a GPU, the following rules hold.
 - No, if the program has no convolution, or 300 or more graph nodes for each convolution.
 - Training: no, if a convolution is grouped, if one is narrowing, or if all are small. Otherwise yes.
 - Inference: each class of convolutions has a relative time for channels last, from PyTorch's benchmarks. The answer is
   yes if the program's flops, weighted with these times, do not exceed the unweighted flops.
 
-A grouped convolution has several channels in each of its groups. The weight of a small convolution has at most 64
-channels in and out. The weight of a narrowing convolution has at most half as many channels out as in, and more than
-one row.
+A grouped convolution has several groups, each with several input channels. The weight of a small convolution has at
+most 64 input channels and at most 64 output channels. The weight of a narrowing convolution has at most half as many
+output channels as input channels, and more than one row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIME_CHANNELS_LAST = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "oth
 """For each class of convolutions, the time in channels last divided by the time in channels first, as torch.compile
 assumes.
 """
-FEW = 300  # at this many graph nodes per convolution, or more, the compiler keeps the layout
+FEW = 300  # at this many graph nodes per convolution, or more, the compiler does not change the layout of images
 
 
 def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator], on_gpu: bool) -> bool:

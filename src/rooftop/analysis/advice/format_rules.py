@@ -65,13 +65,13 @@ def half_precision(findings: Findings) -> list[Advice]:
 
 
 def _casts_ms(recast: Recast, findings: Findings) -> float:
-    """Time of an operator's casts, including the casts of the gradients in training."""
+    """Time in ms of an operator's casts; in training, also of the backward casts of their gradients."""
     each = sum(roof(Cost(4 * elements, 2 * elements), findings.ceilings).ms for elements in recast.casts)
     return 2 * each if findings.training else each
 
 
 def _roof_ratio(op: MeasuredOperator, recast: Recast, findings: Findings) -> float:
-    """The roof under autocast divided by the present roof, at most 1."""
+    """An operator's roof time under autocast divided by its present roof time, at most 1."""
     cost = op.record.cost
     if cost is None or not cost.bytes:
         return 1.0

@@ -194,8 +194,7 @@ def _plain(op: MeasuredOperator) -> str:
 
 
 def _along_rows(op: MeasuredOperator) -> bool:
-    """Whether an operator that reduces a tensor, such as a sum, reduces over the tensor's last dimension, among
-    others."""
+    """Whether the dimensions that an operator, such as a sum, reduces include the tensor's last dimension."""
     spec, rank = op.record.spec, len(op.record.inputs[0].shape)
     assert spec is not None
     dims = spec["dim"] if "dim" in spec else None  # noqa: SIM401 (a CallSpec has no `get`)
@@ -326,12 +325,11 @@ def _trains(op: MeasuredOperator) -> bool:
 
 
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
-    """The share of the roof that this step's best elementwise operators reach. The best operators are those with the
-    highest shares that together have a quarter of the elementwise operators' roof time; the lowest of their shares is
-    returned.
+    """The share of the roof that this step's best elementwise operators reach. Operators are taken from the highest
+    share down until they make up a quarter of all elementwise roof time; the lowest share taken is returned.
 
     `USUAL_SHARE` if the step has no elementwise operators. Compiled kernels are assumed to reach this share as well.
-    Slower eager kernels are ignored, because arithmetic (powers in bfloat16) or index computations limit them.
+    Eager kernels with lower shares do not count: arithmetic (powers in bfloat16) or index computations limit them.
     """
     seen = []
     for op, node in zip(operators, nodes, strict=True):

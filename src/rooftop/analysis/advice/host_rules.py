@@ -17,7 +17,7 @@ def launch_gap(findings: Findings) -> list[Advice]:
 
     In a replayed graph, each kernel starts right after the previous one. A graph cannot contain a step in which the
     host waits for values. For such a step a larger batch helps, because the host launches a larger batch in the same
-    time as a smaller one, unless the host itself computes on the samples.
+    time as a smaller one, unless the host's own work grows with the batch.
     """
     if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0 or not findings.summary.busy_ms:
         return []

@@ -24,8 +24,9 @@ the present host time.)"""
 def pointwise_fusion(findings: Findings) -> list[Advice]:
     """Advise torch.compile for operators that it would fuse into kernels that move less memory (see `fusion`).
 
-    torch.compile also changes the layout of images and pads matrix products. This rule advises the CUDA graph mode of
-    torch.compile if the step can be captured and the host is the bottleneck, or would be with faster kernels.
+    torch.compile also changes the layout of images and pads matrix products; the gain includes both. This rule advises
+    the CUDA graph mode of torch.compile if the step can be captured and the host is the bottleneck, or would be with
+    faster kernels.
     """
     found = fused(findings.operators, findings.ceilings)
     if not found.operators or findings.traced_more_ms is None:
@@ -67,11 +68,11 @@ def saved_by_layout_ms(findings: Findings) -> float:
     if not compiler_lays_out_channels_last(findings.operators, findings.on_gpu):
         return 0.0
     after = channels_last_ms(findings)
+    # only convolutions and poolings: what other operators gain is part of the gain of fusing (`fused`)
     return sum(
         op.measured_ms - after[id(op)]
         for op in findings.operators
-        if id(op) in after
-        and any(part in op.record.name for part in ("convolution", "max_pool2d"))  # `fused` counts the other operators
+        if id(op) in after and any(part in op.record.name for part in ("convolution", "max_pool2d"))
     )
 
 
@@ -82,8 +83,8 @@ def saved_by_padding_ms(findings: Findings) -> float:
 
 
 def uneven_kernels(findings: Findings) -> list[Advice]:
-    """Advise on operators that are slow for some shapes: those with a lower percent of roof than a quarter of the same
-    operator's shapes reach.
+    """Advise on operators that are slow for some shapes: those whose percent of roof is below the best quarter of the
+    same operator's shapes.
     """
     families: dict[tuple[str, str], list[OperatorRow]] = defaultdict(list)
     for row in findings.rows:

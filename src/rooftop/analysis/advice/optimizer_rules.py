@@ -53,8 +53,8 @@ def _can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
 def fused_step_ms(optimizer: torch.optim.Optimizer) -> float | None:
     """Time in ms for which a fused step of the same optimizer keeps the GPU busy.
 
-    None if the free memory cannot hold another copy of the parameters, their gradients and two states, or if the steps
-    launch different kernels.
+    None if the free memory cannot hold another copy of the parameters, their gradients and two states, or if repeated
+    fused steps launch different kernels.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device

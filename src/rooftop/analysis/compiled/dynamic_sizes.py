@@ -102,7 +102,8 @@ def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) ->
         if not torch.autograd.profiler._is_profiler_enabled:
             return call(inputs)
         values = ",".join(str(source.read(inputs)) for source in sources)
-        # PyTorch marks the graph in the same way. `record_function` would be an operator that dispatch modes intercept.
+        # PyTorch marks a graph in the profile in the same way. `record_function` would call an operator, which dispatch
+        # modes intercept.
         with torch._C._profiler._RecordFunctionFast(
             f"{SIZES_LABEL}{values} ##", keyword_values={"scope": "user_scope"}
         ):
@@ -112,14 +113,15 @@ def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) ->
 
 
 def named_sizes(name: str) -> Sizes | None:
-    """The sizes that an event names. None if the event names no sizes, or names symbols (if compiled code was itself
-    traced)."""
+    """The sizes in an event's name ("## rooftop sizes 4,128 ##"). None if the name has no sizes, or has symbols (if
+    compiled code was itself traced)."""
     found = re.fullmatch(rf"{SIZES_LABEL}(-?\d+(?:,-?\d+)*) ##", name)
     return tuple(int(size) for size in found[1].split(",")) if found else None
 
 
 def kept(graph: fx.Graph) -> fx.Graph:
-    """A copy of the graph with only the data needed to replace symbols by numbers: without module and constants."""
+    """A copy of the graph with only the data needed to replace symbols by numbers, without the graph's module and
+    constants."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     for node in copied.nodes:
@@ -145,7 +147,7 @@ def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) ->
 
 
 class _Numbers:
-    """Replace symbols by numbers. Tensors that share memory have copies that share memory."""
+    """Replace symbols by numbers, and tensors of symbolic size by tensors of known size."""
 
     def __init__(self, sizes: Mapping[Any, int] | None) -> None:
         self._sizes = sizes
@@ -167,7 +169,7 @@ class _Numbers:
             return self._memories[storage._cdata].view(value.dtype).as_strided(shape, strides, offset)
 
     def _number(self, value: Any) -> Any:
-        if self._sizes is None or not isinstance(value, torch.SymInt):  # no size depends on a SymFloat
+        if self._sizes is None or not isinstance(value, torch.SymInt):  # a SymFloat: no size depends on it
             if value.node.hint is None:
                 raise ValueError("its sizes depend on data")
             return value.node.hint

@@ -32,8 +32,8 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _of_classes(classes: set[type]) -> Iterator[Any]:
-    """The methods that these classes and their bases define, and the globals that the methods name. PyTorch's classes
-    are left out."""
+    """The methods that these classes and their bases define, and the objects to which globals in these methods refer.
+    PyTorch's classes are left out."""
     for kind in {base for each in classes for base in each.__mro__}:
         if kind.__module__.partition(".")[0] in ("torch", "builtins"):
             continue

@@ -2,8 +2,9 @@
 
 While `CompiledGraphs` is active, Rooftop keeps each graph that inductor compiles, with the list of the kernels that
 inductor generated from its nodes. The profiler marks each run of a graph with the graph's key. So each kernel can be
-traced to its graph and its nodes (see `kernel_work`). A graph for dynamic sizes also names the sizes of each run (see
-`dynamic_sizes`). Each graph break is recorded with its source line, each recompilation with the line of its function.
+traced to its graph and its nodes (see `kernel_work`). For a graph with dynamic sizes, the profile also has the sizes of
+each run (see `dynamic_sizes`). Each graph break is recorded with its source line, and each recompilation with the first
+line of the recompiled function.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class DynamicGraph:
             return _unreadable(error, backward)
 
 
-# numbers the graphs of all analyses in this process: code that an earlier analysis compiled keeps its graph's key
+# Graphs are numbered across all analyses in this process, since code compiled in an earlier analysis keeps its key.
 _numbers = itertools.count()
 _RECORDED: dict[str, CompiledGraph] = {}
 """The graphs of all analyses. Code that one analysis has compiled is not compiled again, so later analyses look its
@@ -157,7 +158,7 @@ class CompiledGraphs:
             self._stack.close()
 
     def _recording(self, compile_fx: Any) -> Callable[..., Any]:
-        """`compile_fx` with an inner compiler that keeps the graph and the kernels, for forward and for backward."""
+        """`compile_fx` with an inner compiler that records each graph (forward, backward) and the graph's kernels."""
         from torch._inductor import config, debug
 
         original = compile_fx.compile_fx
@@ -171,7 +172,7 @@ class CompiledGraphs:
                     compiled = inner(gm, example_inputs, **options)
                 kernels = dict(debug._inductor_triton_kernel_to_post_grad_node_info)
                 key = str(getattr(compiled, "_fx_graph_cache_key", None))
-                # this graph is kept already, because `compile_fx` calls itself if it gets options
+                # With options, `compile_fx` calls itself and wraps `keeping` twice: the inner one has kept this graph.
                 if key.startswith(GRAPH_KEY):
                     self.graphs.setdefault(key, _RECORDED[key])
                     return compiled
@@ -250,7 +251,7 @@ class _Listener(logging.Handler):
 
 
 class _listening:
-    """Also pass a logger's messages to a function, and restore the logger's settings at the end.
+    """In a `with` block, pass a logger's messages to a function as well; at the end, restore the logger's settings.
 
     If the program has not set this logger's level, the messages go only to the function, not to the terminal.
     """

@@ -304,7 +304,7 @@ def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
     """The cost of one launch of a kernel; None if unknown. The kernel's memory traffic is at most the size of the
     tensors to which its arguments point.
 
-    If a kernel only changes the layout of an operand for a library, the pointers show which operand it is.
+    If a kernel only copies an operand into the layout that a library needs, its cost is the size of these tensors.
     """
     pointers = _pointer_bytes(event.source) if is_generated(work.name) else None
     if pointers is None or work.uncovered:
@@ -317,8 +317,8 @@ def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
 
 
 def _pointer_bytes(event: Any) -> tuple[int, int] | None:
-    """(bytes read, bytes written) in the tensors that a launched Triton kernel gets as pointers; None if unknown. A
-    pointer's name shows whether the kernel reads or writes the tensor. `event` is the launch on the host."""
+    """(bytes of the tensors that a launched Triton kernel reads, bytes of those that it writes); None if unknown. The
+    names of the kernel's pointers show which tensors it writes. `event` is the launch on the host."""
     file = dict(event.kwinputs() or {}).get("kernel_file") if hasattr(event, "kwinputs") else None
     names = _pointer_names(str(file)) if file else ()
     tensors = dict(tensors_of(event))
@@ -377,8 +377,8 @@ class _Matcher:
     """Finds the work item of each host event in one run of a compiled graph. The graph has a work item for each of its
     kernels and library calls. The work items and the events are in the order of the launches.
 
-    A generated kernel is found by its name. The graph may lack a library call (a copy of an input). So the search for a
-    library call ends at the next generated kernel, which has its own event.
+    A generated kernel is found by its name. A library call among the events (a copy of an input) may have no work item.
+    So the search for the item of a library call ends at the next generated kernel's item.
     """
 
     def __init__(self, works: Sequence[KernelWork]) -> None:

@@ -5,7 +5,8 @@
     flops   of every operator in the kernel, even if another kernel computes that operator again
 
 Inductor splits large reductions into two kernels with the same nodes. The second kernel only combines the first
-kernel's partial results. Partial results are not necessary work, so only the second kernel's writes count.
+kernel's partial results. Partial results are not necessary work. So the first kernel counts as writing only as many
+bytes as the result has, and the second kernel's reads do not count.
 """
 
 from __future__ import annotations
@@ -193,8 +194,9 @@ def _ready(
 ) -> list[fx.Node]:
     """Those graph nodes of a kernel's group that the kernel can compute.
 
-    A kernel that lays out an operand for a library names all sources of the library's call. But the kernel cannot
-    compute a source that waits for a later call, and a pointwise kernel computes no reductions.
+    For a kernel that copies an operand into a library's layout, inductor lists all nodes that lead to the library's
+    call. But the kernel cannot compute a node that waits for a later call, and a pointwise kernel computes no
+    reductions.
     """
     members = set(group)
     pointwise = name.startswith("triton_poi_") and not members.isdisjoint(called)
@@ -251,9 +253,9 @@ def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -
     """Remove from each group the values that an earlier kernel has written, because the group's kernel reads these
     values from memory.
 
-    Inductor also names such a value as an origin of the kernel if inductor decided only later to write the value once
-    (the input of a pooling). A value that no node of its group uses is an output of the kernel, so the kernel writes
-    it. For a reduction in two stages, both kernels may have all nodes; the second kernel writes the results.
+    Inductor lists such a value for both kernels if it decided late that one kernel writes the value and the other reads
+    it (the input of a pooling). A value that no node of its group uses is an output of the kernel, so the kernel writes
+    it. For a reduction in two stages, inductor may list all nodes for both kernels; the second one writes the results.
     """
     begun: set[fx.Node] = set()
     written: set[fx.Node] = set()
@@ -278,7 +280,7 @@ class _Kernel:
     group: list[fx.Node]
     kernels_of: dict[fx.Node, list[int]]
     begun: set[fx.Node]  # reductions whose first stage an earlier kernel has run
-    fills: Mapping[fx.Node, int]  # scatter -> the kernel that fills its memory
+    fills: Mapping[fx.Node, int]  # scatter -> number of the kernel that fills the memory to which the scatter adds
     # source -> those parts of the source that the kernel reads
     reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)
 
@@ -403,9 +405,9 @@ class _Kernel:
                 continue
             for tensor in _values(value):
                 whole = tensor_bytes(tensor)
-                # A gather reads the part of its table that its formula counts. From an input that is larger than the
-                # result, an operator reads what its formula counts, from other inputs one element per element of the
-                # result. `share` is the share of the result that is used.
+                # `least` is what the operator reads of this input, for the share `share` of the result that is used. Of
+                # a gather's table and of an input larger than the result, the cost formula tells. Of any other input,
+                # the operator reads one element per element of the result.
                 if _is_gather(node) and value is node.args[0]:
                     others = (t for v in node.all_input_nodes if v is not value for t in _values(v))
                     least = int(share * (cost.read_bytes - distinct_bytes(others)))

@@ -137,7 +137,7 @@ def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, 
     listed = lists.get(event.correlation_id(), []) if "TensorList" in kinds else []
     same: dict[int, Tensor] = {}
     if len(schema) != len(kinds):
-        raise NotReconstructedError(f"{len(kinds)} arguments were recorded, {len(schema)} are expected")
+        raise NotReconstructedError(f"{len(kinds)} arguments were recorded, but the operator takes {len(schema)}")
     args, kwargs = [], {}
     for position, argument in enumerate(schema):
         value = _value(
@@ -184,7 +184,7 @@ def _value(
     if takes_tensor:
         if kind:  # a number where a tensor is expected: another overload takes it
             raise NotReconstructedError(f"{kind} was recorded, but the operator takes {wanted}")
-        # an optional tensor may be None, but the list of optional tensors that `index` takes is never None
+        # an optional tensor may be None; `index` takes a list of optional tensors, which itself is never None
         if not str(wanted).startswith("Optional["):
             raise NotReconstructedError(f"an argument of type {wanted} was not recorded")
         return None
@@ -198,7 +198,7 @@ def _meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Te
 
 
 def _literal(text: Any, kind: str, wanted: str) -> Any:
-    # the profiler always records the type "list", but not always the numbers
+    # for a list of numbers, the profiler always records the kind "ScalarList", but not always the numbers
     if kind == "ScalarList" and "List" not in wanted:
         raise NotReconstructedError(f"a list of numbers was recorded, but the operator takes {wanted}")
     if not isinstance(text, str):

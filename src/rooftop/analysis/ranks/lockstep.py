@@ -53,8 +53,8 @@ def several_ranks() -> bool:
 
 
 def first_rank() -> bool:
-    """Whether this process prints and writes files (rank 0). Works also before and after torch.distributed is
-    initialised."""
+    """Whether this process prints and writes files (rank 0). Works also before torch.distributed is initialised, and
+    after it is destroyed."""
     if several_ranks():
         return dist.get_rank() == 0
     return int(os.environ.get("RANK", "0")) == 0
@@ -101,7 +101,7 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
         This rank's device: the GPU number LOCAL_RANK if `torchrun` started several ranks, else `device`.
 
     Raises:
-        MeasurementError: this machine has fewer GPUs than ranks.
+        MeasurementError: this machine has fewer GPUs than it has ranks.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or not dist.is_available():
         yield device
@@ -135,9 +135,9 @@ def process_groups_kept() -> Iterator[None]:
     """Keep process groups that a program destroys in the block alive until the block ends and the program's variables
     are gone.
 
-    A DistributedDataParallel that outlives its group frees the group while it holds the GIL, and so waits for gloo's
-    threads. One of gloo's threads may still need the GIL to free its own context, which holds Python objects. In rare
-    cases PyTorch 2.13 then hangs. If Python itself frees the group, as here, the wait does not hold the GIL.
+    A DistributedDataParallel that outlives its group frees the group while it holds the GIL. Freeing waits for gloo's
+    threads, one of which may still need the GIL to free its own context, which holds Python objects. In rare cases
+    PyTorch 2.13 then hangs. If Python itself frees the group, as here, the GIL is released during the wait.
     """
     if not dist.is_available():
         yield
@@ -242,7 +242,7 @@ def _failure(number: int, error: Exception | None) -> MeasurementError:
         first = store.compare_set(f"rooftop/{number}/failed", "", mine).decode()
         if error is not None:
             store.set(f"rooftop/{number}/{rank}", b"")
-    except Exception:  # rank 0 served the store, and has ended: it reports its own failure
+    except Exception:  # rank 0, which serves the store, has ended and reports its failure
         why = "" if error is None else f"; rank {rank} could not report its own error: {_reason(error)}"
         first = mine if rank == 0 else f"rank 0 of {ranks} failed: it has ended{why}"
     return MeasurementError(first or mine)
@@ -258,7 +258,7 @@ def _watching(number: int) -> Iterator[None]:
     """With NCCL, if any rank records a failure during the block, abort this rank's communicators. A collective in which
     this rank waits for the failed rank then ends.
 
-    gloo cannot be aborted; it notices the end of the failed process by itself.
+    gloo cannot be aborted; its collectives fail by themselves when the failed process ends.
     """
     if "nccl" not in dist.get_backend():
         yield
@@ -296,7 +296,7 @@ class SharedProgram(Program):
     """A program whose step all ranks run together. Every rank creates a `SharedProgram` for the same target (see
     `Program`).
 
-    Outside `lead` each rank runs its own steps, and every rank must run the same number of steps.
+    Outside `lead` each rank starts its steps itself, and every rank must run the same number of steps.
     """
 
     _announced: Iterator[str] | None = None

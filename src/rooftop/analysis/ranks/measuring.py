@@ -49,7 +49,7 @@ def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> 
     The program's state is preserved (see `Program.preserved`).
 
     Raises:
-        ValueError: the number of steps is 0.
+        ValueError: the number of steps is below 1.
         ModelRunError: the program raised.
     """
     if steps < 1:

@@ -101,7 +101,7 @@ class Ranks:
 
     @property
     def exposed_share(self) -> float:
-        """Exposed communication divided by wall time, over all ranks together."""
+        """Exposed communication divided by wall time, each summed over all ranks."""
         return fmean(row.exposed_ms for row in self.rows) / self.wall_ms if self.wall_ms > 0 else 0.0
 
     @property

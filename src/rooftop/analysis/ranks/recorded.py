@@ -31,7 +31,7 @@ STEPS_BETWEEN_WAITS = {"cpu": 1, "cuda": 2}
 """Number of steps in a stretch. At the end of a stretch, the host waits for the device. (If each step on a GPU were a
 stretch, launches would count as exposed communication.)
 """
-# maximum time that the first rank waits, at its end, for each other rank in turn
+# maximum time that the first rank waits for each other rank in turn, after its own script has ended
 ROW_TIMEOUT = timedelta(seconds=60)
 
 
@@ -76,8 +76,8 @@ class RankInstrument:
 
 
 def gathered_rows(row: RankRow | None, why_none: str) -> tuple[Ranks | None, list[str]]:
-    """Put this rank's row into the store. On the first rank, also return all ranks' rows, and a note on each rank
-    without a row.
+    """Put this rank's row into the store. On the first rank, return all ranks' rows, and a note on each rank without a
+    row. On the other ranks, return (None, []).
 
     Args:
         row: this rank's measurements.

@@ -6,8 +6,9 @@ With B sequences, H query heads and P pairs of a query and a visible key, in dim
     backward   2 B H P (3 D + 2 V)      scores again; gradients of weights and values (V), of queries and keys (D)
 
 P is S_q · S_k. Under a causal mask, P counts only the pairs up to the diagonal: S (S + 1) / 2 for a square. (Tools that
-count whole squares report about twice that.) A tensor mask is read and added. The pairs that a tensor mask hides depend
-on its values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes, but no flops.
+ignore the causal mask report about twice as many flops.) A tensor mask is read and added. The pairs that a tensor mask
+hides depend on its values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes, but no
+flops.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def transformer_encoder_layer(call: Call) -> Cost:
     """Cost of the inference path of `nn.TransformerEncoderLayer`: a whole layer in one operator."""
     source: Tensor = _dense(call["src"])  # (B, S, E)
     width, hidden = source.shape[-1], call["ffn_weight_1"].shape[0]
-    # Each element takes two norms of 7 flops and two residual additions; the hidden layer also takes relu or gelu.
+    # Each element of `src`: two norms of 7 flops, two residual additions. Each hidden element: gelu (5) or relu (1).
     pointwise = (2 * 7 + 2) * source.numel()
     pointwise += (5 if call["use_gelu"] else 1) * source.numel() // width * hidden
     flops = merged(
@@ -140,7 +141,7 @@ def _linear(tokens: Tensor, inputs: int, outputs: int) -> dict[str, int]:
 
 def _attention_flops(query: Tensor, keys: int, heads: int) -> dict[str, int]:
     batch, queries, width = query.shape
-    pairs = batch * queries * keys  # pairs of each head
+    pairs = batch * queries * keys  # (query, key) pairs of one head, over the batch
     return merged(matrix_flops(query, 2 * pairs * width), arithmetic(pairs * heads * SOFTMAX_FLOPS, [query]))
 
 

@@ -59,8 +59,8 @@ def roi_align_backward(call: Call) -> Cost:
 
 @cost_of("torchvision::roi_pool", "torchvision::ps_roi_pool")
 def roi_pool(call: Call) -> Cost:
-    """Each bin is the maximum (or mean) of the input's elements in the bin. Their number depends on values; one element
-    is counted, the least possible number."""
+    """Each bin is the maximum (or mean) of the input's elements in the bin. Their number depends on the values of the
+    regions; one element is counted for each bin, the least possible number."""
     source, pooled = call["input"], call.results[0]
     read = tensor_bytes(call["rois"]) + addressed_bytes(source, pooled.numel())
     return Cost(read, distinct_bytes(call.written_tensors), arithmetic(pooled.numel(), [source]))
@@ -88,8 +88,8 @@ def deformable_convolution(call: Call) -> Cost:
 
 @cost_of("torchvision::_deform_conv2d_backward")
 def deformable_convolution_backward(call: Call) -> Cost:
-    """Cost of two convolutions. Each sample also has a gradient for the input, for the offset's two coordinates and for
-    the mask."""
+    """Cost of two convolutions, for the gradients of samples and weights. Each sample also passes a gradient to the
+    input, to the offset's two coordinates and to the mask."""
     source, weight, gradient, masked = call["input"], call["weight"], call["grad"], call["use_mask"]
     positions = gradient.numel() // weight.shape[0]
     samples = positions * source.shape[1] * prod(weight.shape[2:])

@@ -156,7 +156,7 @@ FLOPS_PER_ELEMENT: dict[str, Flops] = UNARY | BINARY | TERNARY | ACTIVATIONS | G
 cover(FLOPS_PER_ELEMENT)
 # Both halves of the gradient follow from one element of the output's gradient: σ, grad·σ, 1 - σ, and two products.
 cover({"glu_backward": 5}, lambda flops: streaming(flops, per="grad_output"))
-# The CPU keeps exp(-|x|) in `buffer`; the definition needs only x.
+# The CPU's kernel reads exp(-|x|) from `buffer`. The buffer is not counted, because the gradient follows from x.
 cover({"log_sigmoid_backward": 3}, lambda flops: streaming(flops, unread=["buffer"]))
 # Windows of a Fourier transform: for each element a scaled position, its cosines, and the weighted sum of the cosines.
 WINDOWS: dict[str, Flops] = {

@@ -42,7 +42,7 @@ def forward(args: tuple[Any, ...], out: Any) -> Callable[[], Cost]:
 
 
 def backward(args: tuple[Any, ...], out: Any) -> Callable[[], Cost]:
-    """A function that computes the cost of `flex_attention_backward` later."""
+    """A function that computes the cost of `flex_attention_backward` later (see `forward`)."""
     query, key, value, output, log_sum_exp, gradient, _, _, _, block_mask, *_ = args
     read = distinct_bytes([query, key, value, output, log_sum_exp, gradient, *_buffers(args[12:])])
     written = distinct_bytes(tensors_in(out))

@@ -55,7 +55,7 @@ def embedding_bag_backward(call: Call) -> Cost:
     gradient, indices = call["grad"], call["indices"]  # (bags, E), (indices,)
     read = [gradient, indices, _bags(call), call["per_sample_weights"]]
     flops = indices.numel() * gradient.shape[-1] * (1 if call["per_sample_weights"] is None else 2)
-    # A sparse gradient stores the indices as the positions of its rows.
+    # A sparse gradient holds `indices` itself as the positions of its rows, so they are not written.
     return Cost(distinct_bytes(read), new_bytes([call.out], [indices]), arithmetic(flops, [gradient]))
 
 
@@ -83,8 +83,8 @@ def embedding_renorm(call: Call) -> Cost:
     return Cost(rows + tensor_bytes(indices), rows, arithmetic(3 * count, [table]))
 
 
-# The operator reduces each run of rows (their number is in `lengths`) to one row. Backward repeats a gradient; for a
-# mean it also divides.
+# The operator reduces each run of rows to one row; `lengths` has the number of rows of each run. Backward repeats the
+# gradient of a run for each row of the run; for a mean it also divides.
 cost_of("aten::segment_reduce")(streaming(1, per="data"))
 
 
@@ -137,8 +137,8 @@ def _rows_of_index(call: Call) -> int:
 
 
 def _indexed_elements(call: Call) -> int:
-    """Number of elements that `self[indices]` addresses: the number of broadcast indices times the dimensions without
-    an index.
+    """Number of elements that `self[indices]` addresses: the number of positions after the indices are broadcast, times
+    the sizes of the dimensions without an index.
 
     A mask addresses as many elements as it has true values. The shape of the mask does not give that number, so all its
     values count as true.

@@ -29,7 +29,7 @@ RESIZES: dict[str, tuple[int, int]] = {
     "upsample_trilinear3d": (2, 3),
 }
 
-# With anti-aliasing the neighbourhood widens as the image shrinks. These are the numbers of neighbours at scale 1.
+# Number of neighbours along each dimension at scale 1. With anti-aliasing, it grows as the image shrinks.
 ANTIALIASED_RESIZES: dict[str, int] = {
     "_upsample_bicubic2d_aa": 4,
     "_upsample_bilinear2d_aa": 2,
@@ -64,7 +64,7 @@ for _name, (_taps, _dimensions) in RESIZES.items():
 
 
 def _antialiased(taps: int) -> Formula:
-    """Cost of an anti-aliased resize: one dimension after the other, in the cheaper order."""
+    """Cost of an anti-aliased resize, which resizes one dimension after the other, in the order with fewer flops."""
 
     def formula(call: Call) -> Cost:
         is_backward = "grad_output" in call
@@ -110,7 +110,7 @@ def grid_sampler_backward(call: Call) -> Cost:
     to_input, to_grid = mask
     per_result = to_input * (_weighing(taps, dimensions) or 1) + to_grid * dimensions * _weighing(taps, dimensions)
     read = distinct_bytes([gradient, grid])
-    if to_grid and taps > 1:  # the nearest neighbour does not change with the grid
+    if to_grid and taps > 1:  # with mode "nearest", the grid's gradient is 0
         read += _sampled_bytes(_sampled(call), grid, taps**dimensions)
     flops = per_result * gradient.numel() + 2 * grid.numel()
     return Cost(read, distinct_bytes(requested(call.results, mask)), arithmetic(flops, [gradient]))

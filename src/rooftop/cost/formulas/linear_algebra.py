@@ -13,8 +13,8 @@ Counts are the leading terms of Golub & Van Loan, Matrix Computations, 4th editi
     eigenvalues, nonsymmetric      10 n³                  with vectors 25 n³
     singular values, m ≥ n         the lesser of the Golub-Reinsch and R-SVD algorithms (figure 8.6.1)
 
-These algorithms run on vector units as much as on matrix units, and in the precision of the matrix, never in tf32. A
-complex flop counts as four real flops.
+These algorithms run on vector units as much as on matrix units, so their flops count as elementwise arithmetic in the
+precision of the matrix, never as tf32. A complex flop counts as four real flops.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def reflectors(m: int, n: int, k: int) -> float:
 
 
 def singular_value_flops(m: int, n: int, vectors: bool, full: bool) -> float:
-    """Flops for an (m, n) matrix: singular values alone, with the thin factors, or with a full left factor."""
+    """Flops of the SVD of an (m, n) matrix: singular values alone, or with `vectors` also the thin factors, of which
+    the left one has all its columns if `full`."""
     long, short = max(m, n), min(m, n)
     if not vectors:
         return min(4 * long * short**2 - 4 * short**3 / 3, 2 * long * short**2 + 2 * short**3)
@@ -65,7 +66,8 @@ def singular_value_flops(m: int, n: int, vectors: bool, full: bool) -> float:
 
 
 def _of_matrix(count: Count, *, unread: tuple[str, ...] = ()) -> Formula:
-    """A formula for an operator on its first argument, a matrix or a batch of matrices."""
+    """A formula for an operator whose first argument is an (m, n) matrix or a batch of them, with `count(m, n)` flops
+    for each matrix."""
 
     def formula(call: Call) -> Cost:
         matrix: Tensor = next(iter(call.arguments.values()))  # (..., m, n)
@@ -185,7 +187,8 @@ def _triangular(call: Call, matrix: Tensor, right: Tensor, *, unit: bool) -> Cos
 
 @cost_of(*aten("_cholesky_solve_helper cholesky_solve linalg_ldl_solve linalg_lu_solve"))
 def solve_factored(call: Call) -> Cost:
-    """Two triangular solves take 2 n² k flops. The solves read only one triangle of a Cholesky factor."""
+    """Two triangular solves take 2 n² k flops. They read all of an LU factorization, but of a Cholesky factor only one
+    triangle."""
     name = call.func._schema.name
     solution: Tensor = call.out
     flops = 2 * solution.numel() * _order(call) * (4 if solution.is_complex() else 1)

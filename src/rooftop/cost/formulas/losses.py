@@ -31,8 +31,8 @@ GRADIENTS: dict[str, Flops] = {
 
 
 def _pointwise(flops: Flops) -> Formula:
-    """A formula with this many flops for each element, plus one for a reduction, one for a weight and two for a
-    `pos_weight`."""
+    """A formula with `flops` for each element, plus one if the loss is reduced, one if it has a weight, and two if it
+    has a `pos_weight`."""
 
     def total(call: Call) -> int:
         reduced = call["reduction"] != 0
@@ -124,8 +124,8 @@ CHUNKED_LINEAR_LOSSES = (
 
 @cost_of(*CHUNKED_LINEAR_LOSSES)
 def chunked_linear_cross_entropy(call: Call) -> Cost:
-    """`F.linear_cross_entropy` with options: the function computes the logits for a few samples at a time, so the
-    logits need not be written to memory.
+    """`F.linear_cross_entropy` in chunks (an option): the function computes the logits for a few samples at a time, so
+    the logits need not be written to memory.
 
     The cost is one matrix product for the logits, and one for each gradient (of input and weight) that is computed with
     the loss.
@@ -133,7 +133,8 @@ def chunked_linear_cross_entropy(call: Call) -> Cost:
     samples, weight, bias = call["input"], call["linear_weight"], call["linear_bias"]
     logits = prod(samples.shape[:-1]) * prod(weight.shape[:-1])
     gradients = [call.get(f"compute_{of}_grad", False) for of in ("input", "linear_weight", "linear_bias")]
-    # For each logit: softmax and bias; for its gradient: minus the target's share, and the sum for the bias.
+    # For each logit: the softmax and adding the bias. For its gradient: subtracting the target's probability, and
+    # adding it to the bias's gradient.
     pointwise = SOFTMAX_FLOPS + (bias is not None) + any(gradients) + gradients[2]
     flops = merged(
         matrix_flops(samples, logits * samples.shape[-1] * (1 + gradients[0] + gradients[1])),

@@ -93,7 +93,7 @@ def products(call: Call) -> Cost:
 @cost_of("aten::_trilinear")
 def trilinear(call: Call) -> Cost:
     """Sums of products of three tensors (`nn.Bilinear`): one multiply-add for each combination of their dimensions. The
-    third factor is multiplied after the longest sum, so this multiplication is not counted.
+    third factor is multiplied after the longest sum, with so few elements that this multiplication is not counted.
     """
     first, second, third = call["i1"], call["i2"], call["i3"]
     sizes = torch.broadcast_shapes(

@@ -39,7 +39,7 @@ VIEW_GRADIENTS = "diagonal_backward select_backward slice_backward"
 cost_of(*aten(FILLS))(streaming(unread=["self"]))
 cost_of(*aten(COPIES))(streaming())
 cost_of(*aten(VIEW_GRADIENTS))(streaming())
-cost_of(*aten("copy"))(streaming(unread=["self"]))  # `self` only gives the shape
+cost_of(*aten("copy"))(streaming(unread=["self"]))  # the old values of `self` are not read
 # The operator reads only the mask, to check whether its ones are on the left.
 cost_of("aten::_nested_tensor_from_mask_left_aligned")(streaming(1, per="mask", unread=["t"]))
 # The operator copies the weights one after another into cuDNN's layout.

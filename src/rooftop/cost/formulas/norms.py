@@ -47,7 +47,7 @@ def batch_norm(call: Call) -> Cost:
     """Cost of batch norm. In training batch norm computes the batch's statistics and updates the running statistics. In
     evaluation batch norm applies the running statistics.
 
-    Some overloads change the running statistics although their schema does not say so.
+    Some overloads change the running statistics although their schema does not say so; this counts as a write.
     `reserve` is a back end's workspace and not part of the definition.
     """
     source: Tensor = call["input"]
@@ -138,6 +138,6 @@ cost_of(*aten("batch_norm_gather_stats batch_norm_gather_stats_with_counts"))(
 cost_of("aten::batch_norm_backward_reduce")(streaming(6, per="input", unread=["weight"]))
 cost_of("aten::batch_norm_backward_elemt")(streaming(6, per="input"))
 
-# w = v · g / ‖v‖ takes square, add and scale. Backward takes twice that, and a projection.
+# w = v · g / ‖v‖ takes a square, an addition and a scaling for each element; backward counts twice as much.
 cost_of("aten::_weight_norm_interface")(streaming(3, per="v"))
 cost_of("aten::_weight_norm_interface_backward")(streaming(6, per="saved_v"))

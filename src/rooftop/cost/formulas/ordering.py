@@ -37,7 +37,7 @@ def binary_search(call: Call) -> Cost:
     *aten("_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors histogram"),
 )
 def histogram(call: Call) -> Cost:
-    """For points (..., D), a histogram takes a binary search among the edges of each dimension, and an addition.
+    """For each point of (..., D), a histogram takes a binary search among the edges of each dimension, and an addition.
 
     If the number of bins is given instead of the edges, a subtraction and a division for each coordinate find its bin.
     If the range is not given either, two comparisons for each coordinate first find the minimum and maximum.
@@ -58,7 +58,7 @@ def histogram(call: Call) -> Cost:
     return Cost(distinct_bytes(read), distinct_bytes(call.written_tensors), arithmetic(flops, read))
 
 
-# Selection, and also `unique`, needs at least one comparison for each element.
+# These operators need at least one comparison for each element.
 cost_of(
     *aten("kthvalue median mode nanmedian topk _unique _unique2 unique_consecutive unique_dim unique_dim_consecutive")
 )(streaming(1, per="self"))

@@ -54,7 +54,7 @@ def fractional_pool(call: Call) -> Cost:
     return Cost(read, distinct_bytes(call.written_tensors), arithmetic(pooled.numel() * taps, [source]))
 
 
-# The windows are adjacent, so each element is read once.
+# The windows cover the input and overlap by at most one element, so each element counts once.
 cost_of(*aten("_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d"))(
     streaming(1, per="self")
 )

@@ -37,5 +37,5 @@ def max_pool_with_offsets(call: Call) -> Cost:
 
 
 cost_of("prims::_low_memory_max_pool_offsets_to_indices")(streaming(2))
-# The maximum of each line and the sum of its exponentials: compare, subtract, exp, add.
+# Along the softmax's dimension, the maximum and the sum of exponentials: compare, subtract, exp, add.
 cost_of("prims::prepare_softmax_online")(streaming(4, per="a"))

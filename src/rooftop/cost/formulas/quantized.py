@@ -5,8 +5,8 @@
 
 An elementwise quantized operator dequantizes its inputs, computes, and quantizes its outputs. A matrix product or
 convolution multiplies the integers, and quantizes its outputs. Products of integers count in `fp32`, like all integer
-arithmetic, because the peak of integers is not measured. Weights packed in an object are read once, at one byte each
-(two bytes in float16). The object hides their biases and scales, which are not counted.
+arithmetic, because the peak rate of integer products is not measured. Weights packed in an object are read once, at one
+byte each (two bytes in float16). The object hides their biases and scales, which are not counted.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _pointwise(flops: int) -> Formula:
 
 for _name, _flops in POINTWISE.items():
     cost_of(f"quantized::{_name}")(_pointwise(_flops))
-# Integers keep their order, so they need no dequantization.
+# Quantized integers are in the same order as their values, so they are compared without dequantization.
 cost_of(*_quantized("clamp relu6 threshold"))(streaming(2))
 cost_of(*_quantized("cat cat_relu"))(streaming())
 
@@ -119,7 +119,7 @@ def convolution(call: Call) -> Cost:
     from the packed weights."""
     packed: Any = call["packed_weight"] if "packed_weight" in call else call["weight"]
     name = call.func._schema.name
-    dimensions = 3 if "3d" in name else 2  # the packed weights of a 1-D convolution have two dimensions
+    dimensions = 3 if "3d" in name else 2  # the weights of a 1-D convolution are packed as those of a 2-D one
     shape = getattr(torch.ops.quantized, f"conv{dimensions}d_unpack_sizes")(packed)[0]
     return _integer_product(call, call.out.numel() * prod(shape[1:]), prod(shape), QUANTIZE + ("relu" in name))
 

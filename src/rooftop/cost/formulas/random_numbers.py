@@ -12,7 +12,7 @@ cost_of(
     *aten("randn randn_like random randperm uniform"),
 )(streaming(1, unread=["self"]))
 
-# The arguments are the distribution's parameters, element by element.
+# The operators read the distribution's parameters for each element of the result.
 cost_of(*aten("_sample_dirichlet _standard_gamma binomial normal poisson"))(streaming(1))
 cost_of("aten::multinomial")(streaming(1, per="self", and_per_result=1))
 

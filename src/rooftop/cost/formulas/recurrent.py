@@ -31,8 +31,8 @@ cost_of("aten::_thnn_fused_gru_cell_backward")(streaming(16, per="grad_hy"))
 
 @cost_of(*aten("_cudnn_rnn mkldnn_rnn_layer"))
 def recurrent_layers(call: Call) -> Cost:
-    """Layers write the output and the last states. The workspace for a backward pass belongs to the back end and is not
-    counted."""
+    """Layers write the output and the final states. The workspace for a backward pass belongs to the back end and is
+    not counted."""
     weights, states = _weights(call), _arguments(call, "hx", "cx", "hx_", "cx_")
     read = [call["input"], *weights, *states]
     return Cost(distinct_bytes(read), distinct_bytes(call.results[:3]), _layer_flops(call["input"], weights))

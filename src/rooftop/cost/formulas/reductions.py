@@ -67,7 +67,7 @@ SCANS: dict[str, Flops] = {
 }
 cover(SCANS, lambda flops: streaming(flops, per="self"))
 
-# Comparisons of whole tensors return a Python bool.
+# Comparisons of whole tensors return a Python bool, so flops are counted per element of `self`.
 cover({"allclose": 4, "equal": 1}, lambda flops: streaming(flops, per="self"))
 
 

@@ -80,7 +80,7 @@ def _lines(sparse: Tensor, dimension: int) -> int:
 def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tensor]) -> tuple[int, int]:
     """Bytes that an operator reads and writes if it reads each tensor once, and some tensors are sparse.
 
-    A sparse result needs only the elements of a dense operand at its own positions. An in-place operator changes a
+    For a sparse result, a dense operand is read only at the result's positions. An in-place operator changes a
     dense tensor only at the positions of the sparse operand. The earlier content of a sparse tensor that was changed in
     place is gone, so its earlier size is assumed to equal its present size.
     """
@@ -94,8 +94,8 @@ def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tens
     if not is_sparse(target):
         places = sum(map(stored_elements, sparse))
         return distinct_bytes(sparse) + sum(addressed_bytes(t, places) for t in dense), addressed_bytes(target, places)
-    # Each element of the result was in one operand, in the other operand, or in both. So the bytes of the result count
-    # as read. An operator that only overwrites `target` reads just the other operands.
+    # A sparse sum in place: each stored element of the result was stored in `target`, in the other operand, or in both.
+    # So the bytes of the result count as read. An operator that only overwrites `target` reads just the operands.
     if any(tensor is not target for tensor in sparse):
         overwritten = all(tensor is not target for tensor in sparse)
         return distinct_bytes(sparse if overwritten else [target]), tensor_bytes(target)

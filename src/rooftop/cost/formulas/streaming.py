@@ -95,7 +95,7 @@ def elements(value: Any) -> int:
 
 
 def requested(results: Sequence[Any], output_mask: Sequence[bool]) -> list[Any]:
-    """The results that a mask requests. Some implementations also return memory for results that were not requested."""
+    """The results that a mask requests. Some kernels also return tensors for other results; these are left out."""
     return [result for result, wanted in zip(results, output_mask, strict=False) if wanted]
 
 

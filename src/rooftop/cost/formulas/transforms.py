@@ -2,8 +2,8 @@
 algorithm.
 
 A complex transform of n elements takes 4 n log₂ n - 6 n + 8 real operations (Yavne 1968). A real transform takes half
-as many operations. Several dimensions are transformed one after another. The scale of a norm is folded into the last
-factors.
+as many operations. Several dimensions are transformed one after another. The scale that `norm` requests is folded into
+the last factors.
 """
 
 from __future__ import annotations

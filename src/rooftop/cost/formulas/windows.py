@@ -1,4 +1,4 @@
-"""Count the part of an input that sliding windows touch: all of the input, unless the stride is longer than the window.
+"""Count the part of an input that sliding windows touch: all of it, unless stride or dilation leave gaps.
 
 A 1x1 convolution of stride 2 needs only a quarter of its input, so its cost must not count the other pixels.
 """
