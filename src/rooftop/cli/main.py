@@ -19,7 +19,7 @@ from rooftop.cli.words import Words
 from rooftop.errors import FAILURE, InputError, RooftopError, TargetError
 from rooftop.words import did_you_mean
 
-# Verb -> its line in `rooftop --help`. `_place` returns the place of the command itself.
+# Verb -> its line in `rooftop --help`. `_place` returns the import path of the verb's command.
 VERBS = {
     "analyze": "Show how far a model is from the limits of this machine, and why.",
     "ceilings": "Measure the limits of this machine: bandwidths, matrix rates, launch costs.",
@@ -130,8 +130,8 @@ def _fail(message: str, status: int, debug: bool, error: BaseException | None = 
 
 
 def _failure_behind(error: BaseException | None) -> str | None:
-    """Return the text of the first failure of any rank, if that failure is the cause of `error`; otherwise None. The
-    text is the same on all ranks.
+    """Return the text of the rank failure that caused `error`, or None. If several ranks failed, this is the earliest
+    failure, with the same text on all ranks.
     """
     while error is not None:
         failure = getattr(error, FAILURE, None)

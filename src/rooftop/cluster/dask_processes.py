@@ -66,7 +66,7 @@ class ProcessBeside:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="rooftop-beside")
         self._thread.start()
-        # runs when the Dask worker exits, before multiprocessing waits for the process
+        # runs when the Dask worker exits, before multiprocessing joins the helper process
         self._at_exit = Finalize(None, self._end, exitpriority=1)
 
     def do(self, chunk: Chunk) -> Done:
