@@ -57,7 +57,7 @@ CLIPS_OF_A_TASK = 4
 # up to 250 frames before the wanted frame.
 CLIPS_OF_A_RUN = 16
 TASKS_OF_A_PROCESS = 2
-# maximum items decoded ahead, as a multiple of the items that all processes' tasks can hold; more would touch more memory
+# maximum items decoded ahead, as a multiple of the items that all processes' tasks hold; more would touch more memory
 AHEAD = 2
 MOST_BYTES = 2 << 30  # approximate limit on the bytes that a worker's processes decode ahead
 DEATHS = 3  # an item fails after it has killed this many processes

@@ -234,7 +234,7 @@ def map_items(
     kind, files = find_inputs(inputs, kind)
     folder = user_path(out)
     if folder.is_dir() and (own := _inside(files, folder)) is not None:
-        raise InputError(f"the input {own} is in {out}, the folder of the results: give another name")
+        raise InputError(f"the input {own} is in {out}, the folder of the results: give another folder")
     decoding = Decoding(kind, frames, step, stride, point_columns)
     arguments = {**decoding.arguments(), **made.arguments}
     with Parts(folder, made.name, arguments, retry_errors) as parts:
