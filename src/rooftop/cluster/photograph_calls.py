@@ -149,7 +149,7 @@ class PhotographCall:
         except torch.cuda.OutOfMemoryError as error:
             self._filled_to = 0  # the worker then tries the photographs one by one
             raise ModelRunError(
-                f"{len(filled)} photographs at once do not fit into memory; use a smaller batch"
+                f"{len(filled)} photographs at once do not fit into GPU memory; use a smaller batch"
             ) from error
         return _Begun(photographs, on_host, classes, started, self._now())
 

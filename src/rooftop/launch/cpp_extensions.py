@@ -32,8 +32,8 @@ import torch
 # maximum wait for another process that compiles the same module, which takes less than a minute on most machines
 PATIENCE_S = 600
 
-# Code of a separate process, which may outlive this process. The code compiles to a temporary file, and renames that
-# file.
+# Code of a separate process, which may outlive this process. The code compiles to a temporary file, and then renames
+# the file to the module's path.
 _BUILDER = """
 import json, os, subprocess, sys
 command, partial, path, failed, building = json.loads(sys.argv[1])
