@@ -262,7 +262,7 @@ class Workshop:
         self.decode = decode or job.decoder(device)
         self.call = job.target.load(device)
         self._pipelined = self.call if isinstance(self.call, PipelinedCall) else None
-        self.pins = bool(getattr(self.call, "pins", False))  # whether the call sends pinned inputs to the GPU without another host copy
+        self.pins = bool(getattr(self.call, "pins", False))  # whether pinned inputs need no copy on the host
         self.pool = ThreadPoolExecutor(job.threads, "rooftop-decode")  # starts its threads when they are needed
 
     def ahead(self, more: Callable[[], Sequence[Item] | None]) -> AheadByThreads:

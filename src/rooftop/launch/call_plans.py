@@ -222,9 +222,9 @@ def _launch_of(step: Step | Called, varied: Varied | None = None, by_driver: boo
 def _launch_varying(
     step: Step, grid: Sequence[Any], numbers: dict[int, Any], sources: Sequence[Any], values: Sequence[int]
 ) -> None:
-    """Repeat a recorded launch with other sizes. `grid` has a formula for each dimension, `numbers` one for each varying
-    kernel argument, by its index. The formulas' variables have the values `values`. `sources` has the tensors to which
-    the kernel gets pointers.
+    """Repeat a recorded launch with other sizes. `grid` has a formula for each dimension; `numbers` has one for each
+    varying kernel argument, by index. The formulas' variables have the values `values`. `sources` has the tensors to
+    which the kernel gets pointers.
     """
     given = step.given.copy()
     for place, code in numbers.items():

@@ -235,7 +235,9 @@ class Kernel:
 
     def _check_cluster(self, grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> None:
         if self.capability < (9, 0):
-            raise ValueError(f"kernel {self.name}: clusters need sm_90, but the kernel is compiled for {self.arch}")
+            raise ValueError(
+                f"kernel {self.name}: clusters need sm_90 or later, but the kernel is compiled for {self.arch}"
+            )
         if math.prod(cluster) > CLUSTER_LIMIT:
             raise ValueError(f"kernel {self.name}: a cluster of {cluster} has more than {CLUSTER_LIMIT} blocks")
         if any(blocks % size for blocks, size in zip(grid, cluster, strict=True)):
@@ -267,8 +269,8 @@ class Kernel:
         return self._active_clusters[key]
 
     def _without_tensors(self, arguments: tuple[Any, ...], *configuration: Any) -> int:
-        """Return the current device, for a launch without tensors. If there is no GPU, raise an error, unless the
-        arguments are wrong, which is reported first.
+        """Return the current device, for a launch without tensors. If there is no GPU, raise an error, but first report
+        wrong arguments.
         """
         if not torch.cuda.is_available():
             self.check(*configuration)

@@ -143,7 +143,7 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
         try:
             with native_calls.teaching(given, varying=which) as lesson:
                 result = function(*arguments, **options)
-        except (TypeError, ValueError, RuntimeError):  # the dispatcher's error messages would differ
+        except (TypeError, ValueError, RuntimeError):  # call again unobserved: an observed call raises other messages
             seen[facts] = HOPELESS
             return function(*arguments, **options)
         if lesson is None:
