@@ -143,7 +143,7 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
         try:
             with native_calls.teaching(given, varying=which) as lesson:
                 result = function(*arguments, **options)
-        except (TypeError, ValueError, RuntimeError):  # call again unobserved: an observed call raises other messages
+        except (TypeError, ValueError, RuntimeError):  # call again unobserved, for the usual error message
             seen[facts] = HOPELESS
             return function(*arguments, **options)
         if lesson is None:

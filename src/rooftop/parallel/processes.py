@@ -218,7 +218,7 @@ def _at_the_store(
                 raise
 
 
-_joined: Counter[tuple[str, int, int]] = Counter()  # number of blocks of this process, by address, port and attempt
+_joined: Counter[tuple[str, int, int]] = Counter()  # number of `join` blocks so far, by address, port and attempt
 _bound = False  # whether a group of this process has ever been bound to its GPU
 
 
