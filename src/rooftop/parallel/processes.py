@@ -224,7 +224,7 @@ _bound = False  # whether a group of this process has ever been bound to its GPU
 
 def _bound_device(where: torch.device) -> torch.device | None:
     """The GPU to which the new process group is bound; None: the group is not bound. The ranks of a bound group connect
-    at once, and the process groups of a layout are split from it.
+    immediately, and the process groups of a layout are split from it.
 
     Only the first process group of a process is bound, because splitting a later group causes a segmentation fault
     (pytorch/pytorch#192109).
@@ -335,7 +335,7 @@ class _Ranks:
         if not poll(lambda: noticed.is_set() or self.store.check(everybody), until):
             late = [rank for rank in range(self.size) if not self.store.check([f"done/{rank}"])]
             who = f"{ranks_in_words(late)} of {self.size}"
-            raise RankError(f"{who} did not end within {timeout_s:g} s of rank {self.rank}")
+            raise RankError(f"{who} did not reach the end of the block within {timeout_s:g} s after rank {self.rank}")
         if noticed.is_set():
             raise _heard(self.watch.failure, self.watch.failure)
         say(self.store, "left", self.rank, PATIENCE_S if self.holds_store else 0.0, range(self.size))

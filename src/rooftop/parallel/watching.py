@@ -306,7 +306,7 @@ class Watch:
         return Failure(words, tuple(ranks))
 
     def _store_gone(self, error: RuntimeError) -> Failure:
-        """Derive the failure from an error of the store. The watching thread may notice the failure only later."""
+        """Describe an error of the store as the end of the process that held the store."""
         words = f"rank 0 of {self.size}, or the launcher that held the store, is gone ({first_line(error)})"
         return Failure(words, ())
 
