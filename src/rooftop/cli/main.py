@@ -73,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status. Print errors as one line on stderr.
 
     Args:
-        arguments: the words after `rooftop`. If None, use the arguments of this process, and end the process after the
-            call.
+        arguments: the words after `rooftop`. If None, use the arguments of this process; the caller must then end the
+            process.
     """
     typed = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in typed  # --debug may come before or after the verb

@@ -472,7 +472,7 @@ def training_of(
 
 
 def memory_bytes() -> float:
-    """The memory of this process's GPU in bytes; infinite without a GPU, as in a dry run on another machine."""
+    """The total memory of this process's GPU in bytes; infinite without a GPU, as in a dry run on another machine."""
     if not torch.cuda.is_available():
         return math.inf
     return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

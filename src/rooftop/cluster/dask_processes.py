@@ -32,8 +32,8 @@ process ended.
 
 
 def division_beside(job: Job, device: str, threads: int) -> Division | None:
-    """The cores and GPU that the process uses. None if the Dask worker does the work itself: on a CPU, with a single
-    thread, or for items that need no decoding.
+    """The cores and GPU of the process beside a Dask worker. None if the Dask worker does the work itself: on a CPU,
+    with a single thread, or for items that need no decoding.
 
     Args:
         threads: number of threads of the Dask worker, which is the number of cores that the user gave the worker.
@@ -55,7 +55,7 @@ class ProcessBeside:
     """The worker process beside this Dask worker.
 
     Args:
-        division: the division for one worker.
+        division: the cores and GPU of the process (`division_beside`).
     """
 
     def __init__(self, job: Job, division: Division) -> None:

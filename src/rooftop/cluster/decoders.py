@@ -148,8 +148,8 @@ class Decoders:
 
         Args:
             more: returns the next items, or None if there are none yet.
-            pinned: whether tensors must be in pinned memory, which needs a GPU in this process. The caller then keeps
-                tensors until the GPU has read them.
+            pinned: whether tensors must be in pinned memory, which needs a GPU in this process. The caller must then
+                keep tensors until the GPU has read them.
             uses_gpu: for a caller that does not keep tensors: returns whether the caller has used the GPU by now. From
                 then on, tensors are in pinned memory if possible.
         """

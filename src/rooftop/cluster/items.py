@@ -53,7 +53,7 @@ class Decoding:
     Attributes:
         kind: one of `KINDS`.
         frames, step, stride: for clips, the frames per clip, the distance between these frames, and the distance
-            between the first frames of consecutive clips (None: clips share no frames).
+            between the first frames of consecutive clips (None: clips share no frames), in frames of the video.
         point_columns: numbers per point in a .bin file of float32; KITTI has 4, nuScenes 5.
 
     Raises:
@@ -144,7 +144,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
     folders (searched recursively) are sorted by name.
 
     Args:
-        kind: one of `KINDS`; None: the only kind to which all suffixes of the files belong.
+        kind: one of `KINDS`; None: the kind to which the suffixes of all files belong.
 
     Raises:
         InputError: inputs are empty, a path does not exist, a folder has no files of the kind, or the kind is unclear.
