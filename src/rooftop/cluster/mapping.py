@@ -171,7 +171,7 @@ def map_items(
         batch: if given, the target gets a list of at most this many items, and returns a list with a result for each.
             A target of `model_target` has a batch of its own.
         frames, step, stride: for clips, the frames per clip, the distance between these frames, and the distance
-            between the first frames of consecutive clips (None: clips share no frames).
+            between the first frames of consecutive clips (None: clips share no frames), in frames of the video.
         point_columns: numbers per point in a .bin file.
         workers: number of processes on this machine. None: one per GPU, or one per four cores on the CPU, and at least
             two if there are two cores.

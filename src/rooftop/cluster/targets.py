@@ -40,8 +40,8 @@ class PipelinedCall(Protocol):
         """Start to compute a batch, without waiting for it."""
 
     def finish(self, begun: Any) -> Any:
-        """Wait for the results of a batch that `begin` returned: a pyarrow.RecordBatch or a sequence. Batches finish in
-        the order of `begin`."""
+        """Wait for the results of a batch that `begin` returned: a pyarrow.RecordBatch or a sequence. The caller must
+        finish batches in the order of `begin`."""
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
         """Compute a batch, and wait for its results."""
