@@ -66,11 +66,11 @@ def compile(
 ) -> Kernel:
     """Compile one kernel of a CUDA C++ source.
 
-    Only the first call compiles. Later calls in this process look up the kernel, and later processes read the compiled
-    kernel from a file. So the caller may call `compile` before each launch.
+    Only the first call with the same arguments compiles. Later calls in this process look up the kernel, and later
+    processes read the compiled kernel from a file. So the caller may call `compile` before each launch.
 
     Args:
-        source: the whole source. A source may include CUDA's headers, but not headers of the C++ library.
+        source: the whole source. A source may include CUDA's headers, but not headers of the C++ standard library.
         name: name of a `__global__` function; `scale<float, 4>` instantiates a template.
         arch: architecture, such as "sm_90"; None: the architecture of `device`. Compiling for a named architecture
             needs no GPU.

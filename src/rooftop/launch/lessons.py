@@ -127,7 +127,7 @@ class Lesson(Observer):
     """Observes one call of a public function, and records the work of the call.
 
     Attributes:
-        given: the call's tensor arguments. They share no memory with each other; empty tensors have none.
+        given: the call's tensor arguments. If two of them share memory, the call is refused.
         owned: indices of the tensors in `given` that operators may change.
         varying: for each tensor in `given`, which of its sizes varies: FIRST, LAST or NONE. An empty list means that no
             size varies.

@@ -84,9 +84,9 @@ def repeated_rows(*varying: int) -> Callable[[Callable[..., Result]], Callable[.
     """Decorate a function, so that its repeated calls run without Python, even if the number of rows differs from call
     to call.
 
-    The function's operators read varying sizes by `row_counts.size`, allocate memory of such sizes by
-    `row_counts.allocate`, and compute with such sizes only by operations of `Count`. A call has positional arguments
-    only.
+    The function's operators must read varying sizes by `row_counts.size`, allocate memory of such sizes by
+    `row_counts.allocate`, and compute with such sizes only by operations of `Count`. Callers must pass all arguments
+    by position.
 
     Args:
         varying: for each argument, which of the argument's sizes varies: FIRST, LAST or NONE. ITSELF: the argument is a
