@@ -9,7 +9,7 @@ If anything goes wrong, every rank raises an error about this failure, and no ra
 - at a roll call (`rooftop.parallel.roll_call`), all ranks learn which rank is missing, cannot start, or has other
   settings;
 - a rank that raises within the block reports its error, and the other ranks raise when communication with it fails;
-- a thread of each rank detects ranks that are killed, stopped or hanging (`rooftop.parallel.watching`);
+- a thread of each rank detects ranks that are killed, suspended or hanging (`rooftop.parallel.watching`);
 - no rank leaves the block before all ranks have reached its end.
 
 For these checks, ranks use torch.distributed's store instead of collectives, in which a failed rank might not take

@@ -90,7 +90,7 @@ def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
     own, program = schedule.instructions[rank], list[Step]()
 
     def post_receives(until: int) -> None:
-        """Append receives to the program, up to the transfer with the number `until`. Stop earlier if a send must come
+        """Append receives to the program, up to and including transfer `until`. Stop earlier if a send must come
         first."""
         while waiting and waiting[0].number <= until and waiting[0].target == rank:
             program.append(Receive(waiting.pop(0)))
