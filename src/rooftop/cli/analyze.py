@@ -184,7 +184,7 @@ def _on_each_rank(work: Callable[[], Target]) -> Target:
 
 @contextmanager
 def _told_once() -> Iterator[None]:
-    """Report a failure of one rank only once: the failed rank prints the error, and the other ranks end silently.
+    """If one rank fails, report this only once: the failed rank prints the error, and the other ranks end silently.
 
     The failed rank prints before it ends its process group. Ending the group may wait, and meanwhile another rank may
     end. torchrun then kills all ranks, so a message printed after the wait could be lost.

@@ -15,7 +15,7 @@ class ClassifierByEngine(nn.Module):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self.model = engine.model  # the model's parameters determine the device and dtype of images
+        self.model = engine.model  # callers read the device and dtype of images from its parameters
         self._engine = engine
 
     def forward(self, images: Tensor) -> Tensor:

@@ -442,8 +442,8 @@ class _Run:
 
     def _next_size(self, chunk: Chunk, outcome: Outcome, batch: int) -> int:
         """The number of items in later chunks, from the times of a finished chunk: CHUNK_S of work in whole batches, at
-        most twice as many items as that chunk. Until all columns have types, it is twice as many, at most
-        LEARNED_FROM."""
+        most twice as many items as that chunk, within MOST_ITEMS and MOST_BYTES. Until all columns have types, it is
+        twice as many, at most LEARNED_FROM."""
         if not self._final:
             return min(2 * len(chunk.items), LEARNED_FROM)
         size = outcome.batch.nbytes / len(chunk.items)

@@ -109,7 +109,7 @@ after_known: list[Callable[[], None]] = []
 
 def depends(why: str) -> None:
     """Report that the work of an operator depends on more than shapes, strides and dtypes. Python then makes all calls
-    of the observed function.
+    of the observed function with the same facts.
     """
     if (here := lesson_here()) is not None:
         here.refuse(why)

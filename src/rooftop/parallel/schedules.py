@@ -429,8 +429,8 @@ def zbv(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _zbv_of(rank: int, ranks: int, micro_batches: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (kind, which of the rank's two stages: 0 or 1, micro-batch). The micro-batches are at least as many as are
-    needed to fill the pipeline, even if the step has fewer.
+    """Yield (kind, which of the rank's two stages: 0 or 1, micro-batch). If the step has fewer micro-batches than fill
+    the pipeline, also yield instructions for the missing ones, which the caller drops.
     """
     most = max(2 * ranks - 1, micro_batches)
     made: Counter[tuple[str, int]] = Counter()

@@ -81,8 +81,8 @@ def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
     """A rank's program for a step: its instructions, sends and receives. Receives are posted up to `ahead` instructions
     early, even if other ranks post their sends later.
 
-    Receives and sends are in the order of `transfers_of`. An instruction's receives precede it, and its send directly
-    follows it.
+    Receives and sends are in the order of `transfers_of`. An instruction's receives precede it, and its send precedes
+    the next instruction.
     """
     waiting = [each for each in transfers_of(schedule) if rank in (each.source, each.target)]
     sends = {each.made_by: each for each in waiting if each.source == rank}
