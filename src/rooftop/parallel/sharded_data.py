@@ -144,8 +144,8 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def part_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, split like a sharded parameter and on the parameter's device. If the parameter
-    is not sharded, return `whole` unchanged."""
+    """This rank's part of a whole tensor, split like a sharded parameter and on the parameter's device. For a parameter
+    that is not sharded, return `whole` unchanged."""
     if not isinstance(parameter, DTensor):
         return whole
     start, rows = _rows_here(parameter)
