@@ -259,7 +259,7 @@ def _unread(error: BaseException) -> Damage:
 
 
 def _parquet_rows(source: str) -> Iterator[tuple[int, Any]]:
-    """The rows of all row groups. If a group is damaged, each of its rows becomes `Damage`."""
+    """The rows of all row groups. If a group is damaged, each of its rows from the damage on becomes `Damage`."""
     pa = load_arrow()
     number = 0
     with pa.parquet.ParquetFile(source) as file:

@@ -169,8 +169,8 @@ def _nested(value: Any) -> Any:
 
 
 def learned(columns: Any | None, row: Row) -> Any:
-    """The row's columns (a pyarrow.Schema) if no columns are known yet, or the known columns with types filled in from
-    the row.
+    """The row's columns (a pyarrow.Schema) if no columns are known yet. Otherwise the known columns: if the row has the
+    same columns, it sets the types that are missing.
 
     Raises:
         InputError: a value fits into no type of column, a column has the name of a fixed column, or the row is empty.
