@@ -122,7 +122,7 @@ def ranks_of(agent: BaseProcess) -> list[psutil.Process]:
     [
         (signal.SIGKILL, [], "rank 2 of 4 is gone without an error"),
         (signal.SIGKILL, ["--save", "run"], "rank 2 of 4 is gone without an error"),
-        (signal.SIGSTOP, [], "rank 2 of 4 has given no sign of life for 2 s: it is stopped"),
+        (signal.SIGSTOP, [], "rank 2 of 4 has given no sign of life for 2 s: it is suspended"),
     ],
 )
 def test_a_rank_that_dies_or_stops_ends_all_and_is_named(

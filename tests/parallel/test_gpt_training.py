@@ -291,7 +291,7 @@ def test_a_dry_run_draws_the_schedule_and_begins_nothing(data: Path, tmp_path: P
         f"pipeline 1f1b: {said}",
         "rank 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --",
         "rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .",
-        "idle 20.0% of 15 units; micro-batches held at most: 2, 1",
+        "idle 20.0% of 15 units; activations held of at most 2, 1 forwards",
     ]
     assert not (tmp_path / "metrics.jsonl").exists()
     status, _, err = called([*words, "--pipeline-schedule", "zbv"])

@@ -582,7 +582,7 @@ def test_a_rank_that_fails_is_named_at_all_with_what_was_awaited(
     said = {
         "raise": "failed: KeyError: 'no such voxel'; this rank was awaiting ",
         "kill": "is gone without an error (",
-        "stop": "has given no sign of life for 1 s: it is stopped; rank ",
+        "stop": "has given no sign of life for 1 s: it is suspended; rank ",
     }[how]
     assert sorted(errors) == [rank for rank in range(3) if rank != wrong]
     for error in errors.values():

@@ -399,7 +399,7 @@ def test_the_rank_that_holds_the_store_stays_until_all_have_heard(on_ranks: Run,
 def test_a_rank_that_does_not_end_is_named_at_all(on_ranks: Run, ranks_failed: type[Exception]) -> None:
     errors = errors_of(on_ranks, ranks_failed, 3, late, 1, 3.5, 0.1)
     assert len(set(errors.values())) == 1
-    assert errors[1].startswith("RankError: rank 1 of 3 did not end within 2 s of rank ")
+    assert errors[1].startswith("RankError: rank 1 of 3 did not reach the end of the block within 2 s after rank ")
 
 
 def forms_after_one_that_did_not() -> float:

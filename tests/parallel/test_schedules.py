@@ -285,7 +285,7 @@ def test_the_picture_of_1f1b() -> None:
         [
             "rank 0  F0 F1 .  .  B0 -- F2 B1 -- .  B2 --",
             "rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- .  .",
-            "idle 25.0% of 12 units; micro-batches held at most: 2, 1",
+            "idle 25.0% of 12 units; activations held of at most 2, 1 forwards",
         ]
     )
 

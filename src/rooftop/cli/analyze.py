@@ -96,7 +96,7 @@ def run(
         try:
             show(run)
         finally:
-            if words.ends_process:  # restore the script's environment for its threads and exit functions
+            if words.ends_process:  # restore the script's sys.argv, sys.path etc. for its threads and exit functions
                 run.resume()
         return run.status
     launches = _counted(words) if counters else []
@@ -131,7 +131,7 @@ def _show(
     rows: int,
     counted: list[KernelRow] | None = None,
 ) -> None:
-    """Write the files, print the table, and name the written files. With `--json -`, print only the JSON."""
+    """Write the files, print the table, and name the written files. With `--json -`, the JSON alone is printed."""
     if html_path is not None:
         report.to_html(html_path)
     if json_path == STANDARD_OUTPUT:
@@ -184,7 +184,7 @@ def _on_each_rank(work: Callable[[], Target]) -> Target:
 
 @contextmanager
 def _told_once() -> Iterator[None]:
-    """Report a failure of one rank only once: the failed rank prints the error, and the other ranks end silently.
+    """If one rank fails, report this only once: the failed rank prints the error, and the other ranks end silently.
 
     The failed rank prints before it ends its process group. Ending the group may wait, and meanwhile another rank may
     end. torchrun then kills all ranks, so a message printed after the wait could be lost.
@@ -320,7 +320,7 @@ LEARNING_RATE, MOMENTUM = 1e-4, 0.9
 
 
 def _training(found: Target) -> dict[str, Any]:
-    """Return the arguments of `analyze` for a training step with SGD and momentum. Such a step changes the model."""
+    """Return the arguments of `analyze` for a training step with SGD and momentum. Such a step changes the weights."""
     parameters = [p for p in found.model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
     arguments: dict[str, Any] = {
         "train": True,

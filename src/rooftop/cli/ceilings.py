@@ -42,8 +42,8 @@ def run(refresh: bool, forget: bool, device: str | None, json_path: Path | None,
 
 
 def _remarks(ceilings: Ceilings, refreshed: History | None) -> list[str]:
-    """List the raised ceilings with the reasons, the ceilings that a refresh measured lower, and disturbances of the
-    measurement.
+    """List the ceilings that a later run exceeded and so raised, the ceilings that a refresh measured lower, and
+    disturbances of the measurement.
     """
     lines = [
         f"{in_words(each.figure)} raised by {each.by} on {each.at}: {_figure(each.figure, each.before)} -> "

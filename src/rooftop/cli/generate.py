@@ -258,7 +258,7 @@ def _silent(text: str) -> None:
 
 def _unicode(number: int, prompt: str) -> str:
     """Decode the text of a prompt from the command line as UTF-8. Python passes each byte that the locale cannot decode
-    as a surrogate character. `number` is the prompt's index.
+    as a surrogate character. `number` counts the prompts from 1.
     """
     try:
         return prompt.encode(errors="surrogateescape").decode()
@@ -291,8 +291,8 @@ def _told(
     echo(prompts[0])
 
     def go_on() -> int:
-        """Print the held-back text of the first unfinished prompt, and of later prompts if it has ended. Return the
-        index of the first prompt that is still unfinished.
+        """Print the held-back texts from prompt `current` to the first unfinished prompt. Return the index of that
+        prompt, or the number of prompts if all have ended.
         """
         place = current
         while place < len(prompts):
@@ -335,7 +335,9 @@ def _text(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> 
 
 def _figures(generation: Generation, with_roof: bool) -> dict[str, Any]:
     """Return the measurements for JSON: times in ms, rates in tokens per second. If the roof is unknown, its fields are
-    null, and `without_roof` is the reason. With several ranks, cache and roof are for one rank."""
+    null, and `without_roof` is the reason. With several ranks, `cache_bytes` and `roof_ms` are those of one
+    rank.
+    """
     decoded, seconds = sum(rows for rows, _ in generation.steps), generation.decode_s
     figures: dict[str, Any] = {
         "device": str(generation.device),

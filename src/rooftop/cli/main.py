@@ -19,7 +19,7 @@ from rooftop.cli.words import Words
 from rooftop.errors import FAILURE, InputError, RooftopError, TargetError
 from rooftop.words import did_you_mean
 
-# Verb -> its line in `rooftop --help`. `_place` returns the place of the command itself.
+# Verb -> its line in `rooftop --help`. `_place` returns the import path of the verb's command.
 VERBS = {
     "analyze": "Show how far a model is from the limits of this machine, and why.",
     "ceilings": "Measure the limits of this machine: bandwidths, matrix rates, launch costs.",
@@ -73,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status. Print errors as one line on stderr.
 
     Args:
-        arguments: the words after `rooftop`. If None, use the arguments of this process, and end the process after the
-            call.
+        arguments: the words after `rooftop`. If None, use the arguments of this process; the caller must then end the
+            process.
     """
     typed = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in typed  # --debug may come before or after the verb
@@ -130,8 +130,8 @@ def _fail(message: str, status: int, debug: bool, error: BaseException | None = 
 
 
 def _failure_behind(error: BaseException | None) -> str | None:
-    """Return the text of the first failure of any rank, if that failure is the cause of `error`; otherwise None. The
-    text is the same on all ranks.
+    """Return the text of the rank failure that caused `error`, or None. If several ranks failed, this is the earliest
+    failure, with the same text on all ranks.
     """
     while error is not None:
         failure = getattr(error, FAILURE, None)

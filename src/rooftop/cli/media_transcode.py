@@ -19,7 +19,7 @@ from rooftop.words import counted
 
 USUAL = {".webm": "libvpx-vp9", ".avi": "mpeg4"}  # encoders by suffix; other suffixes use libx264
 WITH_CRF = ("libx264", "libx265", "libvpx-vp9", "libsvtav1", "libaom-av1", "libvpx")
-HELD_S = 0.002  # a last frame that differs more from 1 / rate needs its own end time
+HELD_S = 0.002  # a last frame whose duration differs more from 1 / rate needs its own end time
 CHROMA = ("yuv420p", "yuv422p", "yuv444p")
 
 

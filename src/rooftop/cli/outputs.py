@@ -55,7 +55,7 @@ def check_outputs(outputs: Mapping[str, Sequence[Path | None]], json_path: Path 
     """Refuse files that cannot be written, and one file for two outputs.
 
     Args:
-        outputs: the paths for each kind of output (see `KINDS`). None needs no check.
+        outputs: the paths for each kind of output (see `KINDS`). A path of None is skipped.
         json_path: the value of --json, which may also be standard output.
 
     Raises:

@@ -93,12 +93,12 @@ def _check_outputs(video: Path, picture: Path, inputs: Sequence[Path]) -> None:
 def _read(
     path: Path, size: Size | None, after: float | None, context: int | None, frames: int, progress: Progress
 ) -> Clip:
-    """Read the context (the frames before `after`), and the real frames from `after` on, which the network predicts.
+    """Read the context (the frames before `after`), and the real frames from `after` on, to compare with the predicted.
 
     If `after` is None, the network predicts the last `frames` frames of the video.
 
     Raises:
-        InputError: the file is not a video, has too few frames, or does not contain the time.
+        InputError: the file is not a video, has too few frames, or ends before `after`.
         DamagedVideoError: a frame that is needed cannot be decoded.
     """
     progress("reading", 0.0)

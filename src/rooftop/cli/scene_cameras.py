@@ -159,8 +159,8 @@ def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height:
         raise click.BadParameter(f"the distance must be more than 0, got {distances[0]:g}", param_hint="--orbit")
     axis = around(up)[2]
     if abs(elevation) > 89.9:
-        # The upper edge of the picture points away from the azimuth in a view straight from above, and towards it in a
-        # view straight from below.
+        # In a view straight from above, the picture's up direction is opposite to the azimuth; straight from below, it
+        # is the azimuth.
         axis = -math.copysign(1, elevation) * outward(azimuth, 0, up)
     size = float(np.linalg.norm(bounds[1] - bounds[0]))
     eye = target + size * outward(azimuth, elevation, up)

@@ -78,7 +78,7 @@ def run_render(
     if frames is not None and frames > 1 and path is None:
         if len(cameras) > 1:
             raise click.UsageError(
-                f"--frames turns a single camera, but {camera} has {len(cameras)}: leave --frames out"
+                f"--frames rotates a single camera, but {camera} has {len(cameras)}: leave --frames out"
             )
         center = np.asarray(bounds.mean(0) if target is None else target)
         axis = around(up or (0.0, 0.0, 1.0))[2]
@@ -102,7 +102,7 @@ def run_render(
     with progress_bar() as progress, _memory_of(where):
         progress("loading kernels and pages", 0.0)
         for number, (each, of_frame) in enumerate(zip(cameras, names, strict=True)):
-            # the first frame is repeated, until kernels, hidden parts and the CUDA graph are ready
+            # repeat the first frame: it builds the kernels and the CUDA graph, and yields depths for occlusion culling
             for timed in (True,) if number else (False, True, True) if where.type == "cuda" else (True, True):
                 with wrong_call():
                     frame = renderer.render(each, shows, timings=timed)

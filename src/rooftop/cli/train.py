@@ -95,7 +95,7 @@ def train_gpt(
     **options: Any,
 ) -> int:
     """Run the command that `rooftop.cli.commands.train:gpt` describes. Returns the exit status."""
-    # Check for errors that occur on every rank before any rank communicates. Every rank reports the same message.
+    # Before any rank communicates, check for errors that occur on every rank, with the same message on each.
     if save_interval is not None and save is None:
         raise click.UsageError("--save-interval needs a folder to save to: expected --save DIR")
     if keep_last is not None and save is None:
@@ -472,7 +472,7 @@ def training_of(
 
 
 def memory_bytes() -> float:
-    """The memory of this process's GPU in bytes; infinite without a GPU, as in a dry run on another machine."""
+    """The total memory of this process's GPU in bytes; infinite without a GPU, as in a dry run on another machine."""
     if not torch.cuda.is_available():
         return math.inf
     return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

@@ -382,12 +382,12 @@ def next_command(weights: Path, metadata: Mapping[str, Any]) -> str | None:
 
 
 def resumed_by(task: str, folder: Path) -> str:
-    """The shell command that continues a stopped training from its output folder."""
+    """The shell command that continues an interrupted training from its output folder."""
     return f"rooftop train {task} --out {folder} --resume"
 
 
 def status_of(fitted: Fitted) -> int:
-    """The exit status: 0, or the status of the signal that stopped the training."""
+    """The exit status: 0, or the status of the signal that interrupted the training."""
     if fitted.reason == "stopped by SIGTERM":
         return STOPPED_STATUS
     return INTERRUPTED_STATUS if fitted.reason.startswith("stopped") else 0

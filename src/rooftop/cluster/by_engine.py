@@ -15,7 +15,7 @@ class ClassifierByEngine(nn.Module):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self.model = engine.model  # the model's parameters determine the device and dtype of images
+        self.model = engine.model  # callers read the device and dtype of images from its parameters
         self._engine = engine
 
     def forward(self, images: Tensor) -> Tensor:
@@ -24,8 +24,8 @@ class ClassifierByEngine(nn.Module):
 
 
 class DetrByEngine(Detr):
-    """A DETR that an engine runs. Photographs are padded to one size, so the input shape depends only on the batch
-    size."""
+    """A DETR that an engine runs. The photographs of a batch are padded to the largest height and width in the
+    batch."""
 
     def __init__(self, engine: Engine) -> None:
         nn.Module.__init__(self)

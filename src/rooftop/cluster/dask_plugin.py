@@ -64,7 +64,7 @@ class Carrier(WorkerPlugin):
             if self._beside is None:
                 return self._done_here(chunk)
         done = self._beside.do(chunk)
-        # the process calls itself "process 0" beside each worker, but the run counts its workers by their names
+        # every Dask worker's helper process reports as "process 0", but the run counts workers by their addresses
         return replace(done, worker=self._address) if isinstance(done, Outcome) else done
 
     def _begin(self) -> None:

@@ -32,8 +32,8 @@ process ended.
 
 
 def division_beside(job: Job, device: str, threads: int) -> Division | None:
-    """The cores and GPU that the process uses. None if the Dask worker does the work itself: on a CPU, with a single
-    thread, or for items that need no decoding.
+    """The cores and GPU of the process beside a Dask worker. None if the Dask worker does the work itself: on a CPU,
+    with a single thread, or for items that need no decoding.
 
     Args:
         threads: number of threads of the Dask worker, which is the number of cores that the user gave the worker.
@@ -55,7 +55,7 @@ class ProcessBeside:
     """The worker process beside this Dask worker.
 
     Args:
-        division: the division for one worker.
+        division: the cores and GPU of the process (`division_beside`).
     """
 
     def __init__(self, job: Job, division: Division) -> None:
@@ -66,7 +66,7 @@ class ProcessBeside:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="rooftop-beside")
         self._thread.start()
-        # runs when the Dask worker exits, before multiprocessing waits for the process
+        # runs when the Dask worker exits, before multiprocessing joins the helper process
         self._at_exit = Finalize(None, self._end, exitpriority=1)
 
     def do(self, chunk: Chunk) -> Done:

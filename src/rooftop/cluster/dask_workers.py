@@ -51,7 +51,7 @@ class DaskWorkers:
     """The workers of the Dask scheduler at an address.
 
     Args:
-        device: "cpu", "cuda" or "auto", for Rooftop's own models. A user's callable chooses its own device.
+        device: "cpu", "cuda" or "auto", as in `Carrier`. A user's callable may use any device.
         say: called with a line of text when the scheduler is gone or has no workers.
 
     Raises:
@@ -201,7 +201,7 @@ class DaskWorkers:
         return Lost(chunk, found) if isinstance(found, str) else Hung(chunk, *found)
 
     def _after_reconnecting(self) -> list[Event]:
-        """Reconnect, and report all chunks as lost. None of these chunks counts as the cause of its loss."""
+        """Reconnect, and report all unfinished chunks as lost. None of these chunks counts as the cause of its loss."""
         self._say(f"the scheduler at {self._address} is gone; trying to reach it for {RECONNECT_S:.0f} s")
         with suppress(Exception):
             self._client.close(timeout=1)

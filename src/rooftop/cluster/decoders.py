@@ -49,7 +49,7 @@ from rooftop.cluster.working import Decoded, decoded
 from rooftop.errors import MissingExtraError, ModelRunError
 from rooftop.hardware.page_faults import keep_memory
 
-TASK_S = 0.04  # maximum seconds of work in a task; the worker's thread waits for the GIL several times for each task
+TASK_S = 0.04  # maximum seconds of work in a task; less costs time, since each task makes the worker wait for the GIL
 TASK_BYTES = 24 << 20  # approximate maximum bytes of a task's tensors
 TASK_ITEMS = 16
 CLIPS_OF_A_TASK = 4
@@ -57,7 +57,7 @@ CLIPS_OF_A_TASK = 4
 # up to 250 frames before the wanted frame.
 CLIPS_OF_A_RUN = 16
 TASKS_OF_A_PROCESS = 2
-# maximum items decoded ahead, as a multiple of the items in all tasks; a larger multiple would touch more pages
+# maximum items decoded ahead, as a multiple of the items that all processes' tasks hold; more would touch more memory
 AHEAD = 2
 MOST_BYTES = 2 << 30  # approximate limit on the bytes that a worker's processes decode ahead
 DEATHS = 3  # an item fails after it has killed this many processes
@@ -148,8 +148,8 @@ class Decoders:
 
         Args:
             more: returns the next items, or None if there are none yet.
-            pinned: whether tensors must be in pinned memory, which needs a GPU in this process. The caller then keeps
-                tensors until the GPU has read them.
+            pinned: whether tensors must be in pinned memory, which needs a GPU in this process. The caller must then
+                keep tensors until the GPU has read them.
             uses_gpu: for a caller that does not keep tensors: returns whether the caller has used the GPU by now. From
                 then on, tensors are in pinned memory if possible.
         """
@@ -291,8 +291,8 @@ class Decoders:
             process.connection.send((slot, [each.item for each in task]))
 
     def _slot(self, process: _Process, items: int) -> int:
-        """Choose the slot of shared memory for a task's tensors. The slot is a free one to lend if it has twice the
-        expected bytes of these tensors, otherwise one from which the tensors are copied."""
+        """Choose the slot of shared memory for a task's tensors. If twice their expected bytes fit, return a free slot
+        whose memory the worker then uses without a copy; otherwise a slot from which the worker copies the tensors."""
         if self._lends and 0 < 2 * self._size * items <= LENT_BYTES and process.arena.free:
             return process.arena.free.popleft()
         used = [slot for slot, _ in process.tasks]

@@ -53,7 +53,7 @@ class Decoding:
     Attributes:
         kind: one of `KINDS`.
         frames, step, stride: for clips, the frames per clip, the distance between these frames, and the distance
-            between the first frames of consecutive clips (None: clips share no frames).
+            between the first frames of consecutive clips (None: clips share no frames), in frames of the video.
         point_columns: numbers per point in a .bin file of float32; KITTI has 4, nuScenes 5.
 
     Raises:
@@ -144,7 +144,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
     folders (searched recursively) are sorted by name.
 
     Args:
-        kind: one of `KINDS`; None: the only kind to which all suffixes of the files belong.
+        kind: one of `KINDS`; None: the kind to which the suffixes of all files belong.
 
     Raises:
         InputError: inputs are empty, a path does not exist, a folder has no files of the kind, or the kind is unclear.
@@ -259,7 +259,7 @@ def _unread(error: BaseException) -> Damage:
 
 
 def _parquet_rows(source: str) -> Iterator[tuple[int, Any]]:
-    """The rows of all row groups. If a group is damaged, each of its rows is damaged."""
+    """The rows of all row groups. If a group is damaged, each of its rows from the damage on becomes `Damage`."""
     pa = load_arrow()
     number = 0
     with pa.parquet.ParquetFile(source) as file:
@@ -279,7 +279,7 @@ def _parquet_rows(source: str) -> Iterator[tuple[int, Any]]:
 
 
 def _python_rows(batch: Any) -> list[Any]:
-    """A batch's rows as dicts. A row that Python cannot represent, such as a date after the year 9999, is damaged."""
+    """A batch's rows as dicts. A row that Python cannot represent, such as a date after 9999, becomes `Damage`."""
     try:
         return list(batch.to_pylist())
     except (ValueError, OverflowError) as error:
@@ -312,7 +312,7 @@ def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
         if isinstance(names, Damage):
             raise InputError(names.why)
         _check_names([name for name in names if name])
-        # All columns without a name except the last one. Their cells must be empty, since a row is a dict, which keeps
+        # All unnamed columns except the last unnamed one. Their cells must be empty, since a row is a dict, which keeps
         # only the last value of the name "".
         unnamed = [place for place, name in enumerate(names) if not name][:-1]
         for number, cells in enumerate(rows):
@@ -330,8 +330,8 @@ def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
 def _csv_cells(file: TextIO) -> Iterator[list[str] | Damage]:
     """The cells of each row that is not empty.
 
-    If a row is malformed, its first line is damaged, and the next row begins at its second line. So a quote that is
-    never closed costs one row, not the rest of the file.
+    If a row is malformed, its first line becomes `Damage`, and the next row begins at its second line. So a quote that
+    is never closed costs one row, not the rest of the file.
     """
     taken: list[str] = []  # the lines of the current row
     again: list[str] = []  # lines to read again, in reverse order

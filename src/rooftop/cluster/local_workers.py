@@ -255,7 +255,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.number, self.ready = number, False
         self.chunks: deque[Chunk] = deque()
-        self.status = context.RawArray("d", 4)  # chunk, first item, items, start time: see `_At`
+        self.status = context.RawArray("d", 4)  # chunk number, first item, number of items, start time: see `_At`
         self.connection, other = context.Pipe()
         packed = bytes(ForkingPickler.dumps(job))
         self.process = context.Process(

@@ -171,7 +171,7 @@ def map_items(
         batch: if given, the target gets a list of at most this many items, and returns a list with a result for each.
             A target of `model_target` has a batch of its own.
         frames, step, stride: for clips, the frames per clip, the distance between these frames, and the distance
-            between the first frames of consecutive clips (None: clips share no frames).
+            between the first frames of consecutive clips (None: clips share no frames), in frames of the video.
         point_columns: numbers per point in a .bin file.
         workers: number of processes on this machine. None: one per GPU, or one per four cores on the CPU, and at least
             two if there are two cores.
@@ -234,7 +234,7 @@ def map_items(
     kind, files = find_inputs(inputs, kind)
     folder = user_path(out)
     if folder.is_dir() and (own := _inside(files, folder)) is not None:
-        raise InputError(f"the input {own} is in {out}, the folder of the results: give another name")
+        raise InputError(f"the input {own} is in {out}, the folder of the results: give another folder")
     decoding = Decoding(kind, frames, step, stride, point_columns)
     arguments = {**decoding.arguments(), **made.arguments}
     with Parts(folder, made.name, arguments, retry_errors) as parts:
@@ -442,8 +442,8 @@ class _Run:
 
     def _next_size(self, chunk: Chunk, outcome: Outcome, batch: int) -> int:
         """The number of items in later chunks, from the times of a finished chunk: CHUNK_S of work in whole batches, at
-        most twice as many items as that chunk. Until all columns have types, it is twice as many, at most
-        LEARNED_FROM."""
+        most twice as many items as that chunk, within MOST_ITEMS and MOST_BYTES. Until all columns have types, it is
+        twice as many, at most LEARNED_FROM."""
         if not self._final:
             return min(2 * len(chunk.items), LEARNED_FROM)
         size = outcome.batch.nbytes / len(chunk.items)

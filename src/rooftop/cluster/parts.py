@@ -172,7 +172,7 @@ class Parts:
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is damaged: to start over, remove {self.folder} or give another name") from error
         if version != FORMAT:
-            raise InputError(f"{path} has format {version}, expected {FORMAT}: give another name")
+            raise InputError(f"{path} has format {version}, expected {FORMAT}: give another folder for the results")
         mine = json.loads(json.dumps(self._made_by))
         if made_by != mine:
             raise InputError(

@@ -6,9 +6,9 @@ results.
     begun = call.begin(photographs)                     # starts to copy, normalize and compute; the host does not wait
     table = call.finish(begun)                          # waits for the results: a pyarrow.RecordBatch
 
-A separate stream copies the uint8 pixels of a batch from pinned memory to the device. There, photographs are resized if
-they are still whole, and normalized. The results are copied back to pinned memory. On the CPU, the same code runs
-without streams.
+A separate stream copies the uint8 pixels of a batch from pinned memory to the device. The device resizes photographs
+that are not resized yet, and normalizes all. The results are copied back to pinned memory. On the CPU, the same code
+runs without streams.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class PhotographCall:
         except torch.cuda.OutOfMemoryError as error:
             self._filled_to = 0  # the worker then tries the photographs one by one
             raise ModelRunError(
-                f"{len(filled)} photographs at once do not fit into memory; use a smaller batch"
+                f"{len(filled)} photographs at once do not fit into GPU memory; use a smaller batch"
             ) from error
         return _Begun(photographs, on_host, classes, started, self._now())
 

@@ -27,7 +27,7 @@ class Shown:
     """A photograph for a model: its original size (width, height), and pixels (H, W, 3) uint8, not yet normalized.
 
     Attributes:
-        resized: whether the pixels are the model's input. If not, they are the whole photograph.
+        resized: whether the pixels are resized and cropped for the model. If not, they are the whole photograph.
     """
 
     size: tuple[int, int]

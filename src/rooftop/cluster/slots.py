@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-COPIED_SLOTS, LENT_SLOTS = 2, 8  # slots per process to copy tensors from, and to lend; a task uses one
+COPIED_SLOTS, LENT_SLOTS = 2, 8  # slots per process: to copy tensors from, and for tensors in place; a task uses one
 COPIED_BYTES, LENT_BYTES = 256 << 20, 48 << 20  # bytes of each such slot; only written pages take memory
 SPARE = 1.25  # number of bytes to pin in a slot, as a multiple of the bytes that its present contents occupy
 PAGE = 4096

@@ -169,8 +169,8 @@ def _nested(value: Any) -> Any:
 
 
 def learned(columns: Any | None, row: Row) -> Any:
-    """The row's columns (a pyarrow.Schema) if no columns are known yet, or the known columns with types filled in from
-    the row.
+    """The row's columns (a pyarrow.Schema) if no columns are known yet. Otherwise the known columns: if the row has the
+    same columns, it sets the types that are missing.
 
     Raises:
         InputError: a value fits into no type of column, a column has the name of a fixed column, or the row is empty.
@@ -281,8 +281,8 @@ def _whole_batch(items: Sequence[Item], errors: Sequence[str | None], arrays: Se
 
 
 def _column(values: list[Any], kind: Any) -> Any:
-    """Convert values to a type. Only fractions may be rounded. For an integer type, 2.0 is converted, but 1.5 and "2"
-    are refused.
+    """Convert values to a type. Only floats that are not whole numbers may be rounded, to another float type. For an
+    integer type, 2.0 is converted, but 1.5 and "2" are refused.
 
     Raises:
         ArrowException, ValueError, TypeError, OverflowError: pyarrow refuses the values, or their type may not become
@@ -292,7 +292,7 @@ def _column(values: list[Any], kind: Any) -> Any:
     found = pa.array(values)
     if _holds_times(found.type) and len(set(_clocks(values))) > 1:
         # in one array, Arrow drops the times of day or the time zones
-        raise TypeError("dates and times, or times with and without a time zone")
+        raise TypeError("a mix of dates and times, or of times with and without a time zone")
     if found.type == kind:
         return found
     if pa.types.is_null(found.type):
@@ -327,7 +327,7 @@ def _clocks(value: Any) -> Iterator[str]:
 
 def _is_lossy(found: Any, fitting: Any) -> bool:
     """Whether a cast has changed decimals or whole numbers, or has made finite floats infinite. Other floats may be
-    rounded to the column's precision. Arrow checks neither floats nor each overflow of decimals.
+    rounded to the column's precision. Arrow does not check floats, and misses some overflows of decimals.
 
     Args:
         found, fitting: the array before and after the cast.
@@ -357,8 +357,8 @@ def _alike(one: Any, other: Any) -> bool:
     way. The keys of a dict may have another order, and missing keys are null. An unknown type matches any type.
 
     A boolean may become a number, but a number may not become a boolean. Floats and decimals may not become each other,
-    since the digits of a value would change. A time may not become a date, and a time in a time zone may not become one
-    without."""
+    since the digits of a value would change. A time may not become a date. Times with and without a time zone may not
+    become each other."""
     pa = load_arrow()
     if pa.types.is_null(one) or pa.types.is_null(other):
         return True

@@ -40,8 +40,8 @@ class PipelinedCall(Protocol):
         """Start to compute a batch, without waiting for it."""
 
     def finish(self, begun: Any) -> Any:
-        """Wait for the results of a batch that `begin` returned: a pyarrow.RecordBatch or a sequence. Batches finish in
-        the order of `begin`."""
+        """Wait for the results of a batch that `begin` returned: a pyarrow.RecordBatch or a sequence. The caller must
+        finish batches in the order of `begin`."""
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
         """Compute a batch, and wait for its results."""
@@ -138,7 +138,8 @@ class CallableTarget:
         return lambda values: [found(value) for value in values]
 
     def sent(self) -> CallableTarget:
-        """Return the target with the pickled content of a user's file. Workers import installed modules themselves.
+        """Return the target with its callable pickled, including the code of the user's file. Workers import installed
+        modules themselves.
 
         Raises:
             TargetError: an object in the file cannot be pickled.
@@ -178,7 +179,7 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
         TargetError: there is no such file, module or name, the object is not callable, or the object cannot be sent to
             other processes.
         ModelRunError: importing the module raised.
-        InputError: `batch` is below 1.
+        InputError: `batch` is not an integer of 1 or more.
     """
     if batch is not None:
         check_count("batch", batch, 1)

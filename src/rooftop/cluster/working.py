@@ -262,7 +262,7 @@ class Workshop:
         self.decode = decode or job.decoder(device)
         self.call = job.target.load(device)
         self._pipelined = self.call if isinstance(self.call, PipelinedCall) else None
-        self.pins = bool(getattr(self.call, "pins", False))  # whether the call sends pinned memory without copying it
+        self.pins = bool(getattr(self.call, "pins", False))  # whether pinned inputs need no copy on the host
         self.pool = ThreadPoolExecutor(job.threads, "rooftop-decode")  # starts its threads when they are needed
 
     def ahead(self, more: Callable[[], Sequence[Item] | None]) -> AheadByThreads:
@@ -364,8 +364,8 @@ class Workshop:
         return row
 
     def _device_s(self) -> float | None:
-        """Seconds that the device has spent on finished calls; None if the target is not pipelined, and the host's
-        clock measures its calls."""
+        """Seconds that the device has spent on finished calls. None if the target is not pipelined: the host's clock
+        then measures the calls."""
         return None if self._pipelined is None else self._pipelined.device_s
 
 

@@ -108,8 +108,8 @@ def _torch_itself(part: str) -> Finding:
 
 
 def _package(part: str, module: str, package: str, extra: str = "", gpu_only: bool = False) -> Finding | None:
-    """Check that an optional package can be imported, and has the version that Rooftop's metadata requires. If the
-    package belongs to an extra of Rooftop, the requirement is that of `extra`.
+    """Check that an optional package can be imported, and has the version that Rooftop's metadata requires, for a
+    package of an extra in the requirements of `extra`.
     """
     if gpu_only and not gpu_usable():
         return None

@@ -17,7 +17,7 @@ from rooftop.launch.known_calls import Memory, Step, Zeros
 from rooftop.launch.lessons import ANY, Called, Lesson, Part, Varied
 from rooftop.launch.row_counts import Code, codes_of, value_of
 
-# Values in place of the number of counters, for memory that has no counters:
+# Values in place of the number of arrival counters, for memory without such counters:
 ALLOCATED = -1  # the plan allocates the memory
 NOT_ALLOCATED = -2  # an operator of PyTorch allocates the memory, or nothing uses it
 
@@ -222,8 +222,9 @@ def _launch_of(step: Step | Called, varied: Varied | None = None, by_driver: boo
 def _launch_varying(
     step: Step, grid: Sequence[Any], numbers: dict[int, Any], sources: Sequence[Any], values: Sequence[int]
 ) -> None:
-    """Repeat a recorded launch with other sizes. `grid` and `numbers` (formulas by the index of a kernel argument) are
-    formulas, whose variables have the values `values`. `sources` has the tensors to which the kernel gets pointers.
+    """Repeat a recorded launch with other sizes. `grid` has a formula for each dimension; `numbers` has one for each
+    varying kernel argument, by index. The formulas' variables have the values `values`. `sources` has the tensors to
+    which the kernel gets pointers.
     """
     given = step.given.copy()
     for place, code in numbers.items():

@@ -23,7 +23,7 @@ constants and launch parameters.
 
 _NUMBERS = frozenset((float, bool))  # Triton does not specialize on values of these types
 _SMALL = 1 << 31  # integers from -2^31 to 2^31 - 1 have 32 bits in a kernel
-_runtime: Any = None  # Triton's settings, once Triton is imported
+_runtime: Any = None  # `triton.knobs.runtime`, once Triton is imported
 
 
 class Compiled:

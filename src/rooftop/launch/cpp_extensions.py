@@ -1,8 +1,8 @@
 """C++ extensions, compiled in the background when they are first needed, and stored in the cache.
 
 Installing Rooftop compiles nothing. Each extension has an equivalent in Python, which runs until the extension is
-compiled, and on machines without a C++ compiler. `ROOFTOP_COMPILED_CALLS=0` disables all extensions;
-`ROOFTOP_COMPILED_CALLS=wait` waits until they are compiled.
+compiled, and on machines without a C++ compiler. `ROOFTOP_COMPILED_CALLS=0` disables all extensions. With
+`ROOFTOP_COMPILED_CALLS=wait`, the first call that needs an extension waits until it is compiled.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-# maximum wait for another process that compiles the same module, which takes less than a minute on most machines
+# maximum wait for another process that compiles the same module; compiling takes less than a minute on most machines
 PATIENCE_S = 600
 
-# Code of a separate process, which may outlive this process. The code compiles to a temporary file, and renames that
-# file.
+# Code of a separate process, which may outlive this process. The code compiles to a temporary file, and then renames
+# the file to the module's path.
 _BUILDER = """
 import json, os, subprocess, sys
 command, partial, path, failed, building = json.loads(sys.argv[1])

@@ -66,11 +66,11 @@ def compile(
 ) -> Kernel:
     """Compile one kernel of a CUDA C++ source.
 
-    Only the first call compiles. Later calls in this process look up the kernel, and later processes read the compiled
-    kernel from a file. So the caller may call `compile` before each launch.
+    Only the first call with the same arguments compiles. Later calls in this process look up the kernel, and later
+    processes read the compiled kernel from a file. So the caller may call `compile` before each launch.
 
     Args:
-        source: the whole source. A source may include CUDA's headers, but not headers of the C++ library.
+        source: the whole source. A source may include CUDA's headers, but not headers of the C++ standard library.
         name: name of a `__global__` function; `scale<float, 4>` instantiates a template.
         arch: architecture, such as "sm_90"; None: the architecture of `device`. Compiling for a named architecture
             needs no GPU.
@@ -235,7 +235,9 @@ class Kernel:
 
     def _check_cluster(self, grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> None:
         if self.capability < (9, 0):
-            raise ValueError(f"kernel {self.name}: clusters need sm_90, but the kernel is compiled for {self.arch}")
+            raise ValueError(
+                f"kernel {self.name}: clusters need sm_90 or later, but the kernel is compiled for {self.arch}"
+            )
         if math.prod(cluster) > CLUSTER_LIMIT:
             raise ValueError(f"kernel {self.name}: a cluster of {cluster} has more than {CLUSTER_LIMIT} blocks")
         if any(blocks % size for blocks, size in zip(grid, cluster, strict=True)):
@@ -267,8 +269,8 @@ class Kernel:
         return self._active_clusters[key]
 
     def _without_tensors(self, arguments: tuple[Any, ...], *configuration: Any) -> int:
-        """Return the current device, for a launch without tensors. If there is no GPU, raise an error, unless the
-        arguments are wrong, which is reported first.
+        """Return the current device, for a launch without tensors. If there is no GPU, raise an error, but first report
+        wrong arguments.
         """
         if not torch.cuda.is_available():
             self.check(*configuration)

@@ -41,14 +41,14 @@ with ThreadPoolExecutor(1) as _thread:
 
 
 def is_plain(arguments: Sequence[Any]) -> bool:
-    """Whether no compiler, mode, transform or profiler has to see a call. Autograd may still have to record
-    the call.
+    """Whether no mode, `torch.func` transform or profiler has to see a call. A compiler, forward-mode differentiation
+    or autograd may still have to see it.
     """
     return _include_set() == _UNWATCHED and _unseen(arguments)
 
 
 def only_infers(arguments: Sequence[Any]) -> bool:
-    """Whether a call runs in inference mode, and no compiler, mode, transform or profiler has to see it."""
+    """Whether a call runs in inference mode, and no mode, `torch.func` transform or profiler has to see it."""
     return torch.is_inference_mode_enabled() and _include_set() == _INFERRING and _unseen(arguments)
 
 

@@ -1,6 +1,6 @@
 """Read the parameters of a CUDA C++ kernel from its mangled name, and check Python values against them.
 
-    pointers    a tensor with the pointer's dtype, on the device of the launch; None for a null pointer
+    pointers    a tensor with the pointer's dtype, on the launch's device or in pinned memory; None for a null pointer
     integers    an int within the type's range
     floats      a float or an int that does not overflow
 
@@ -93,7 +93,7 @@ class Signature:
         """Convert arguments for `cuda.core.launch`.
 
         Args:
-            device: index of the device that the tensors must be on.
+            device: index of the launch's device. Tensors must be on this device, or in pinned memory.
 
         Raises:
             TypeError: the number of arguments or a type is wrong.

@@ -44,8 +44,8 @@ ON_CPU = triton_launch.INTERPRETED
 """Whether kernels are launched for tensors on the CPU."""
 _VALUES = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
 _ITEMS = frozenset((bool, int))  # types of the items of lists and tuples
-_SEEN = "seen once"  # for facts (shapes and so on) of one earlier call, which was not observed
-_OTHER = "other"  # for a call that does more than allocate, make views and launch
+_SEEN = "seen once"  # one call had these facts (shapes and so on), and was not observed
+_OTHER = "other"  # a call with these facts does more than allocate, make views and launch
 _forgets: list[Callable[[], None]] = []
 
 
@@ -109,7 +109,7 @@ after_known: list[Callable[[], None]] = []
 
 def depends(why: str) -> None:
     """Report that the work of an operator depends on more than shapes, strides and dtypes. Python then makes all calls
-    of the observed function.
+    of the observed function with the same facts.
     """
     if (here := lesson_here()) is not None:
         here.refuse(why)

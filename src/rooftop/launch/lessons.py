@@ -127,7 +127,7 @@ class Lesson(Observer):
     """Observes one call of a public function, and records the work of the call.
 
     Attributes:
-        given: the call's tensor arguments. They share no memory with each other; empty tensors have none.
+        given: the call's tensor arguments. If two of them share memory, the call is refused.
         owned: indices of the tensors in `given` that operators may change.
         varying: for each tensor in `given`, which of its sizes varies: FIRST, LAST or NONE. An empty list means that no
             size varies.
@@ -165,7 +165,7 @@ class Lesson(Observer):
 
     def _name_sizes(self, given: Sequence[Tensor | int], varying: Sequence[int]) -> None:
         """Assign a variable to each size of a tensor, or integer argument, that may vary from call to call (`varying`).
-        Equal sizes share a variable, as in `repeated_calls.cpp`, which repeats the call.
+        Sizes that are equal in this call share a variable, as in `repeated_calls.cpp`, which repeats the call.
         """
         source = 0
         for each, which in zip(given, varying, strict=True):

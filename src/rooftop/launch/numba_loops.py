@@ -93,7 +93,7 @@ def memory_of(x: Tensor) -> np.ndarray:
 
 
 def run_part(loop: Callable[..., None], given: Sequence[Any]) -> Callable[[int, int], None]:
-    """Return a function of (first, last) that runs the compiled loop on the indices from `first` to `last`, as
+    """Return a function of (first, last) that runs the compiled loop on the indices `first` to `last` - 1, as
     loop(first, last, *given). `in_threads` calls this function.
     """
 

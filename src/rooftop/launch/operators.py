@@ -235,7 +235,7 @@ def _differentiate(
     slopes: int | None,
 ) -> Function:
     """Register an operator's derivative with the dispatcher. Return a function that runs the operator without the
-    dispatcher; autograd records its calls.
+    dispatcher, and whose calls autograd records.
 
     The inner functions do as little as possible, because they run in every call. If `keep` is None, all arguments are
     kept.

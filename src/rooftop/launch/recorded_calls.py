@@ -111,7 +111,7 @@ def recording_of(
         Unplanned: the call cannot be planned.
     """
     if len(lesson.records) != 1:
-        raise Unplanned(f"autograd records {len(lesson.records)} operators of Rooftop")
+        raise Unplanned(f"autograd records {len(lesson.records)} operators of Rooftop instead of one")
     record, count = lesson.records[0], len(lesson.given)
     of_operator = [places.of(each) for each in record.results]
     watched = [i for i, each in enumerate(found) if each is not None and each.requires_grad]
@@ -122,7 +122,7 @@ def recording_of(
         filled = result.source - count
         mine = of_operator.index(filled) if filled in of_operator else None
         if each.requires_grad != (mine is not None):
-            raise Unplanned("a result with a gradient is not a result of the operator, or is detached")
+            raise Unplanned("a result that requires grad is not a result of the operator, or is detached")
         if mine is None:
             continue
         if not is_view(record.results[mine], each):

@@ -2,9 +2,10 @@
 
 A small kernel runs for less time than Python needs to check arguments, view them as rows and find the launch. This work
 has the same outcome for all calls with the same modes of PyTorch and the same *facts*: shapes, strides, dtypes,
-devices, alignment, and values that are not tensors. So one call is observed. If the call runs one operator that only
-allocates and launches, `repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls with the
-same facts. The results are identical bit for bit to those of Python.
+devices, alignment, and values that are not tensors. So one call is observed. If the call only allocates memory,
+launches Triton kernels and runs PyTorch's own operators, and autograd records at most one operator of Rooftop,
+`repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls with the same facts. The results
+are identical bit for bit to those of Python.
 
 The C++ code is compiled in the background, at the latest when a call of an operator of `declare(..., known=...)` first
 repeats on a GPU, and stored in Rooftop's cache. Until the C++ code is compiled, and on machines without a C++ compiler,
@@ -64,8 +65,8 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     """Decorate a function, so that its repeated calls run without Python after the C++ code is loaded.
 
     The decisions of the function may depend only on PyTorch's modes and on the facts of its arguments (shapes, strides,
-    dtypes and so on). A call that does more than run one operator of `declare(..., known=...)` is always made in
-    Python.
+    dtypes and so on). Python makes every call that does more than the module's docstring allows, or that runs an
+    operator without `declare(..., known=...)`.
     """
     place = _place_of(function)
 
@@ -84,9 +85,9 @@ def repeated_rows(*varying: int) -> Callable[[Callable[..., Result]], Callable[.
     """Decorate a function, so that its repeated calls run without Python, even if the number of rows differs from call
     to call.
 
-    The function's operators read varying sizes by `row_counts.size`, allocate memory of such sizes by
-    `row_counts.allocate`, and compute with such sizes only by operations of `Count`. A call has positional arguments
-    only.
+    The function's operators must read varying sizes by `row_counts.size`, allocate memory of such sizes by
+    `row_counts.allocate`, and compute with such sizes only by operations of `Count`. Callers must pass all arguments
+    by position.
 
     Args:
         varying: for each argument, which of the argument's sizes varies: FIRST, LAST or NONE. ITSELF: the argument is a
@@ -143,7 +144,7 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
         try:
             with native_calls.teaching(given, varying=which) as lesson:
                 result = function(*arguments, **options)
-        except (TypeError, ValueError, RuntimeError):  # the dispatcher's error messages would differ
+        except (TypeError, ValueError, RuntimeError):  # call again unobserved, for the usual error message
             seen[facts] = HOPELESS
             return function(*arguments, **options)
         if lesson is None:

@@ -251,7 +251,7 @@ def _opened_dataclass(part: Any) -> Opened:
 
 def _initialized(part: Any, arguments: list[str], given: dict[str, Any]) -> Any:
     """Rebuild the dataclass `part`: call __init__ and __post_init__ with the values `given`. Copy the attributes that
-    were set on `part` later."""
+    were set on `part` after its creation."""
     new = dataclasses.replace(part, **{name: given[name] for name in arguments})
     changed = [name for name in arguments if not _same(getattr(new, name), given[name])]
     if changed:

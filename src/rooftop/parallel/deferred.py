@@ -8,7 +8,7 @@
 In a pipeline, the previous rank waits for the gradient of the input, but no rank waits for the gradient of a weight. So
 a linear layer with a deferral computes the input's gradient at once, and postpones the matrix product for the weight's
 gradient. A single custom autograd function computes both gradients, so the split of backward does not depend on how
-PyTorch builds its graph. Outside `collecting`, backward computes all gradients at once, with the same products and sums
+PyTorch builds its graph. Outside `collecting`, backward itself computes all gradients, with the same products and sums
 as in `collecting`.
 
 torch.compile treats a layer that may defer as opaque, and compiles the rest of a block around it.

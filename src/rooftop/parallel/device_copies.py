@@ -63,7 +63,7 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
 
 class _Copies(torch.autograd.Function):
     """Copies the tensors of one device. The results are an empty tensor on that device, then all copies on the first of
-    the other devices, then all copies on the second, and so on.
+    `devices`, then all copies on the second, and so on.
 
     The empty tensor tells autograd that the gradients of backward are on the tensors' own device. Otherwise PyTorch
     warns that gradients come from another stream than the stream on which PyTorch adds them to `.grad`.

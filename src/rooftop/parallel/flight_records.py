@@ -146,7 +146,7 @@ def newest(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, .
 def _operations(
     dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]
 ) -> list[tuple[Mapping[str, Any], Operation]]:
-    """A rank's communication operations, the oldest first, each after its entry in one of the rank's dumps."""
+    """(entry in one of the rank's dumps, operation) for each communication operation of a rank, the oldest first."""
     found = []
     for dump in dumps:
         said = {name: _ranks_of(config) for name, config in dump.get("pg_config", {}).items()}

@@ -62,8 +62,8 @@ def _joined(parts: list[Any], device: torch.device, dim: int) -> Any:
 
 
 def _rows(parts: list[Any]) -> list[list[Any]]:
-    """For each container in `parts`, list its values in the order of the first container's names. All containers have
-    the same type and the same names."""
+    """For each container in `parts`, list its values in the order of the first container's names. Raise ValueError if
+    the containers' names differ."""
     all_opened = [found for part in parts if (found := opened(part)) is not None]
     first = all_opened[0]
     kind = type(parts[0]).__name__

@@ -25,7 +25,7 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
     Args:
         x: (B, H, S, D) of this rank's positions. If there are fewer heads than ranks, several ranks get the same head.
             The head's gradient is the sum of these ranks' gradients.
-        order: result of `order_of`, on the device of x. All ranks hold the same number of positions.
+        order: result of `order_of`, on the device of x. All ranks must hold the same number of positions.
         group: the ranks.
 
     Returns:

@@ -1,6 +1,6 @@
 """A transformer's MLP whose hidden features are split over tensor parallel ranks.
 
-A gated MLP packs its two input projections into one weight. Each rank holds the same range of features of both.
+A gated MLP packs its two input projections into one weight. A rank holds one range of features, the same in both.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Shazeer, "GLU Variants" (arXiv:2002.05202).
 """

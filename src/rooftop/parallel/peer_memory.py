@@ -91,8 +91,8 @@ def refusal(offers: list[Offer]) -> str:
 
 
 def _offered(bytes: int, device: torch.device, lacking: str) -> tuple[int, Offer]:
-    """Allocate `bytes` of memory on this rank's GPU. Return its address, and the offer that this rank sends to the
-    other ranks."""
+    """Allocate `bytes` of memory on this rank's GPU. Return its address (0 if that failed), and the offer that this
+    rank sends to the other ranks."""
     machine, gpu = Process.here().machine, gpu_uuid(torch.cuda.current_device()) or str(device)
     if lacking:
         return 0, Offer(machine, gpu, failed=lacking)

@@ -15,7 +15,7 @@ If a rank waits for another rank that will never answer, the wait fails like any
 `rooftop.parallel.join`. The error names the awaited instruction and its rank. On a GPU, the error names the instruction
 that the GPU has reached, and not the instruction that Python has reached.
 
-The host does not wait during a step, so a CUDA graph can capture the step with its sends and receives.
+On a GPU, the host does not wait during a step, so a CUDA graph can capture the step with its sends and receives.
 """
 
 from __future__ import annotations

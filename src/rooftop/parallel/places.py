@@ -75,7 +75,7 @@ _here = _Here()
 
 
 def report(words: str) -> None:
-    """Report this rank's activity. Other ranks quote the text if this rank dies, stops or keeps them waiting."""
+    """Report this rank's activity. Other ranks quote it if this rank dies, is suspended or keeps them waiting."""
     _here.reported = words
 
 

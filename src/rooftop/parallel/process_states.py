@@ -1,4 +1,4 @@
-"""Query whether another process on this machine is running, stopped or gone."""
+"""Query whether another process on this machine is running, stopped by a signal, or gone."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ If anything goes wrong, every rank raises an error about this failure, and no ra
 - at a roll call (`rooftop.parallel.roll_call`), all ranks learn which rank is missing, cannot start, or has other
   settings;
 - a rank that raises within the block reports its error, and the other ranks raise when communication with it fails;
-- a thread of each rank detects ranks that are killed, stopped or hanging (`rooftop.parallel.watching`);
+- a thread of each rank detects ranks that are killed, suspended or hanging (`rooftop.parallel.watching`);
 - no rank leaves the block before all ranks have reached its end.
 
 For these checks, ranks use torch.distributed's store instead of collectives, in which a failed rank might not take
@@ -218,13 +218,13 @@ def _at_the_store(
                 raise
 
 
-_joined: Counter[tuple[str, int, int]] = Counter()  # number of blocks of this process, by address, port and attempt
+_joined: Counter[tuple[str, int, int]] = Counter()  # number of `join` blocks so far, by address, port and attempt
 _bound = False  # whether a group of this process has ever been bound to its GPU
 
 
 def _bound_device(where: torch.device) -> torch.device | None:
     """The GPU to which the new process group is bound; None: the group is not bound. The ranks of a bound group connect
-    at once, and the process groups of a layout are split from it.
+    immediately, and the process groups of a layout are split from it.
 
     Only the first process group of a process is bound, because splitting a later group causes a segmentation fault
     (pytorch/pytorch#192109).
@@ -335,7 +335,7 @@ class _Ranks:
         if not poll(lambda: noticed.is_set() or self.store.check(everybody), until):
             late = [rank for rank in range(self.size) if not self.store.check([f"done/{rank}"])]
             who = f"{ranks_in_words(late)} of {self.size}"
-            raise RankError(f"{who} did not end within {timeout_s:g} s of rank {self.rank}")
+            raise RankError(f"{who} did not reach the end of the block within {timeout_s:g} s after rank {self.rank}")
         if noticed.is_set():
             raise _heard(self.watch.failure, self.watch.failure)
         say(self.store, "left", self.rank, PATIENCE_S if self.holds_store else 0.0, range(self.size))

@@ -80,7 +80,7 @@ def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *
         if isinstance(step, Tensor) and step._version != version:
             raise RuntimeError(
                 "recompute: the step tensor was changed before backward, which needs forward's masks: change it "
-                "afterwards"
+                "after backward"
             )
         with masks.at(place) if masks is not None else nullcontext():
             return function(*arguments)

@@ -34,8 +34,9 @@ def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) ->
         inputs: a tensor, or tensors in tuples, named tuples, lists, Mappings and dataclasses. Tensors with at least one
             dimension are split. All of them must have the same size along `dim`, which is the number of samples. Scalar
             tensors are copied to each device. Containers with one item per sample are split like tensors: lists (also
-            of one tensor or dict per sample), tuples of strings or of objects other than numbers, and NumPy arrays. Any
-            other value is the same object in every share.
+            of one tensor or dict per sample), tuples of strings or of other objects of one type that are not settings
+            (numbers, None, dtypes, devices), NumPy arrays, `array.array` and `range`. Any other value is the same
+            object in every share.
         devices: the devices. With n samples, at most the first n devices get a share. With no samples, only the first
             device gets a share. Without tensors to split, all devices get a share.
         dim: the dimension along which tensors and arrays are split, which may be negative.

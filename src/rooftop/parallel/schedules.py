@@ -160,7 +160,7 @@ class Schedule:
                 cells[start + 1 : end] = ["-" * width] * (end - start - 1)
             rows.append(f"rank {rank:<{len(str(self.ranks - 1))}}  {' '.join(cells)}".rstrip())
         held = ", ".join(map(str, timeline.held))
-        said = f"idle {100 * timeline.bubble:.1f}% of {columns} units; micro-batches held at most: {held}"
+        said = f"idle {100 * timeline.bubble:.1f}% of {columns} units; activations held of at most {held} forwards"
         return "\n".join([*rows, said])
 
 
@@ -393,8 +393,8 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedul
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with split backward: a third of 1F1B's bubble, with the same memory. Weight gradients wait until a rank
-    would be idle.
+    """1F1B with split backward: a third of 1F1B's bubble, with the same peak memory over all ranks. Weight gradients
+    wait until a rank would be idle.
 
     Rank r computes weight gradients r micro-batches late, so that it holds as many activations as the first rank.
     """
@@ -412,8 +412,8 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zbv(ranks: int, micro_batches: int) -> Schedule:
-    """Two stages per rank, placed in the shape of a V, with split backward. Ranks are idle only while the pipeline
-    fills, and memory is as in 1F1B.
+    """Two stages per rank, placed in the shape of a V, with split backward. Ranks are idle only at the start and the
+    end of a step. Each rank holds at most as many activations as the first rank of 1F1B.
 
     The first half of the model is placed from the first rank to the last, the second half from the last rank to the
     first. So the first rank has both ends, including embedding and head. The order is optimal if forwards, input
@@ -429,8 +429,8 @@ def zbv(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _zbv_of(rank: int, ranks: int, micro_batches: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (kind, which of the rank's two stages: 0 or 1, micro-batch). The micro-batches are at least as many as are
-    needed to fill the pipeline, even if the step has fewer.
+    """Yield (kind, which of the rank's two stages: 0 or 1, micro-batch). If the step has fewer micro-batches than fill
+    the pipeline, also yield instructions for the missing ones, which the caller drops.
     """
     most = max(2 * ranks - 1, micro_batches)
     made: Counter[tuple[str, int]] = Counter()

@@ -138,13 +138,14 @@ def _check_units(model: nn.Module, units: Sequence[nn.Module], kept: Sequence[nn
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or an unsharded tensor itself. The result shares memory with the tensor,
-    and is detached."""
+    """This rank's part of a sharded tensor, detached but in the tensor's memory. An unsharded tensor is returned
+    unchanged."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def part_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, split like a given parameter and on the parameter's device."""
+    """This rank's part of a whole tensor, split like a sharded parameter and on the parameter's device. For a parameter
+    that is not sharded, return `whole` unchanged."""
     if not isinstance(parameter, DTensor):
         return whole
     start, rows = _rows_here(parameter)

@@ -85,7 +85,7 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def rows_of(name: str, whole: tuple[int, ...], start: int, rows: int, blocks: int, index: int, count: int) -> Piece:
-    """This rank's piece of the rows `start` to `start + rows` of a parameter. These rows consist of indivisible blocks.
+    """This rank's piece of `rows` rows of a parameter, from row `start` on. These rows consist of indivisible blocks.
 
     If there are more ranks than blocks, several ranks hold the same block.
 

@@ -30,7 +30,7 @@ class Sums:
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
-        """Start to sum a large contiguous tensor at once. Put any other tensor into a bucket; if the bucket has no
+        """Start to sum a large contiguous tensor immediately. Put any other tensor into a bucket; if the bucket has no
         room, start the bucket's sum first.
         """
         if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():

@@ -81,8 +81,8 @@ def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
     """A rank's program for a step: its instructions, sends and receives. Receives are posted up to `ahead` instructions
     early, even if other ranks post their sends later.
 
-    Receives and sends are in the order of `transfers_of`. An instruction's receives precede it, and its send directly
-    follows it.
+    Receives and sends are in the order of `transfers_of`. An instruction's receives precede it, and its send precedes
+    the next instruction.
     """
     waiting = [each for each in transfers_of(schedule) if rank in (each.source, each.target)]
     sends = {each.made_by: each for each in waiting if each.source == rank}
@@ -90,7 +90,7 @@ def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
     own, program = schedule.instructions[rank], list[Step]()
 
     def post_receives(until: int) -> None:
-        """Append receives to the program, up to the transfer with the number `until`. Stop earlier if a send must come
+        """Append receives to the program, up to and including transfer `until`. Stop earlier if a send must come
         first."""
         while waiting and waiting[0].number <= until and waiting[0].target == rank:
             program.append(Receive(waiting.pop(0)))

@@ -59,7 +59,7 @@ class TransportPlan:
     Attributes:
         transport: one of `rooftop.parallel.TRANSPORTS`.
         reason: a text that explains the choice.
-        exposed_s: the formula's estimate for each possible transport.
+        exposed_s: the exposed seconds that the formula estimates for each possible transport.
     """
 
     transport: str

@@ -41,7 +41,7 @@ def take_turns(
     """Compute the halves in turns, each one phase ahead of the next half, and return their results.
 
     Args:
-        halves: the phases of each half. No phase has started yet.
+        halves: the phases of each half. No phase may have started yet.
         turn_of: returns the context manager for a phase, from the index of its half.
     """
     done: dict[int, Result] = {}

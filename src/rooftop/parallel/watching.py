@@ -4,7 +4,7 @@
 |---|---|---|
 | a failure that another rank has reported | from the store | 0.2 s |
 | the end of a rank's process on this machine | /proc | 0.2 s |
-| a rank on this machine that a signal has stopped | /proc | `STOPPED_S` |
+| a rank on this machine that a signal has suspended | /proc | `STOPPED_S` |
 | another machine whose ranks send no heartbeats | the ranks' heartbeat counts in the store | `SILENT_S` |
 | the end of the launcher that started this rank | the parent's PID | 0.2 s |
 | SIGTERM, which the launcher sends to all ranks when one has ended | `rooftop.parallel.terminations` | 0.2 s |
@@ -60,11 +60,11 @@ SILENT_S = 20.0
 during any computation of the rank, unless code that holds the GIL blocks this thread.
 """
 STOPPED_S = 8.0
-"""A rank on this machine counts as failed after a signal has stopped it for this many seconds."""
+"""A rank on this machine counts as failed after a signal has suspended it for this many seconds."""
 SILENCE_S = 3.0
 """After a broken connection or SIGTERM, a rank counts as gone after this many seconds without a heartbeat."""
 NOTICING_S = 1.0
-"""Seconds within which all ranks notice a failure. A stopped rank that wakes after this time finds no other rank to
+"""Seconds within which all ranks notice a failure. A suspended rank that wakes after this time finds no other rank to
 continue with.
 """
 TELLING_S = 1.0
@@ -225,18 +225,18 @@ class Watch:
                 continue
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-            words = f"rank {self.rank} of {self.size} does not end by itself ({self.failure}); it is stopped at:"
+            words = f"rank {self.rank} of {self.size} does not end by itself ({self.failure}); it is killed at:"
             print(f"rooftop: {words}\n{stack}", file=sys.stderr, flush=True)
             os._exit(1)
 
     # ---- detection of failures ----
 
     def _neighbour(self, store: Any) -> Failure | None:
-        """Check the next rank on this machine: it may have ended, or a signal may have stopped it."""
+        """Check the next rank on this machine: it may have ended, or a signal may have suspended it."""
         if self._next == self.rank:
             return None
         state, now = self.processes[self._next].state(), time.monotonic()
-        # A late check counts as punctual, because a scheduler may have stopped both ranks.
+        # A late check counts as punctual, because a scheduler may have suspended both ranks.
         passed_s, self._looked_there_at = min(now - self._looked_there_at, 2 * WATCH_S), now
         self._stopped_s = self._stopped_s + passed_s if state == STOPPED else 0.0
         if state == GONE:
@@ -244,7 +244,7 @@ class Watch:
             gone = [] if ends_too else self._gone_here(store)
             return self._gone(gone, ENDED[len(gone) > 1], store) if gone else None
         if self._stopped_s >= STOPPED_S:
-            words = f"rank {self._next} of {self.size} has given no sign of life for {STOPPED_S:g} s: it is stopped"
+            words = f"rank {self._next} of {self.size} has given no sign of life for {STOPPED_S:g} s: it is suspended"
             return Failure(words, (self._next,))
         return None
 
@@ -258,7 +258,7 @@ class Watch:
             return None
         has, are = ("have", "they are") if len(self._there.ranks) > 1 else ("has", "it is")
         words = f"{ranks_in_words(self._there.ranks)} of {self.size} {has} given no sign of life for {SILENT_S:g} s"
-        return Failure(f"{words}: {are} stopped, or gone", tuple(self._there.ranks))
+        return Failure(f"{words}: {are} suspended, or gone", tuple(self._there.ranks))
 
     def _launcher_gone(self) -> Failure | None:
         if self.launcher is None or os.getppid() == self.launcher:
@@ -306,7 +306,7 @@ class Watch:
         return Failure(words, tuple(ranks))
 
     def _store_gone(self, error: RuntimeError) -> Failure:
-        """Derive the failure from an error of the store. The watching thread may notice the failure only later."""
+        """Describe an error of the store as the end of the process that held the store."""
         words = f"rank 0 of {self.size}, or the launcher that held the store, is gone ({first_line(error)})"
         return Failure(words, ())
 
@@ -391,7 +391,7 @@ class Watch:
             return ()
 
     def _wake(self, ranks: Iterable[int]) -> None:
-        """Wake stopped ranks on this machine, so that they learn of the failure and end, as launchers expect."""
+        """Wake suspended ranks on this machine, so that they learn of the failure and end, as launchers expect."""
         for rank in ranks:
             if rank in self._here and self.processes[rank].state() == STOPPED:
                 with suppress(OSError):

@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 THREE_QUARTERS = (-50.0, 25.0)  # azimuth and elevation of the default view, in degrees
 MARGIN = 0.94  # largest share of the picture's width or height that the scene fills
-NEAR = 1e-5  # distance of the near plane, as a share of the scene's size; it does not affect the precision of depths
+NEAR = 1e-5  # distance of the near plane, as a share of the scene's diagonal; does not affect the precision of depths
 FEW = 256  # for a mesh with up to this many instances, the outline is computed from vertices, not from the mesh's box
 
 

@@ -18,9 +18,9 @@ Examples:
   rooftop predict-video walk.mp4 --random-weights 0 --colour --size 32x32 --json -
 """
 
-USUAL_CONTEXT = 10  # number of frames, as in Keras's example
+USUAL_CONTEXT = 10  # default number of context frames, as in Keras's example
 
-USUAL_SIDE = 64  # pixels of the shorter side, as Keras's example trains
+USUAL_SIDE = 64  # default maximum of the shorter side in pixels, the size at which Keras's example trains
 
 VIDEOS = (".mp4", ".mkv", ".mov")  # containers that support H.264
 

@@ -23,7 +23,7 @@ from rooftop.cli.outputs import json_option
 @click.option(
     "--precision", type=click.FloatRange(min=0, min_open=True), metavar="LENGTH",
     help="Round positions to a grid of at most this spacing, in the mesh's units.  [default: 1/64 of the mean edge, or "
-    "1/16384 of the mesh if that is finer; even finer if faces would have no area on that grid]",
+    "1/16384 of the mesh's extent if that is finer; even finer if faces would have no area on that grid]",
 )  # fmt: skip
 @click.option(
     "--workers", type=click.IntRange(min=1), metavar="N",

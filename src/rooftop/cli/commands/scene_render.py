@@ -90,7 +90,7 @@ the centre of the first pixel at (0, 0).
     "--near",
     type=float,
     metavar="LENGTH",
-    help="Distance of the near plane. Nearer surfaces are not drawn.  [default: 1e-5 of the scene]",
+    help="Distance of the near plane. Nearer surfaces are not drawn.  [default: 1e-5 of the scene's diagonal]",
 )
 @click.option("--size", callback=pixels, metavar="WIDTHxHEIGHT", help="Picture size in pixels.  [default: 1920x1080]")
 @click.option(

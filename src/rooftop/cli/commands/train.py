@@ -310,7 +310,7 @@ def command() -> None:
     default=10.0,
     show_default=True,
     help="Longest wait for a rank that is alive but does not answer. Then all ranks end, and the error names this "
-    "rank. If a rank is dead or stopped, waiting ranks end within 30 s, busy ranks within 60 s.",
+    "rank. If a rank is dead or suspended, waiting ranks end within 30 s, busy ranks within 60 s.",
 )
 @size("--log-interval", default=10, show_default=True, help="Number of steps between printed lines.")
 @click.option("--roof/--no-roof", "with_roof", default=True, help="Report the percent of roof, or leave it out.")
