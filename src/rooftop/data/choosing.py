@@ -93,7 +93,7 @@ class Choice:
 
 
 def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
-    """Return the fastest way; processes must be faster than the others by `PROCESSES_GAIN`.
+    """Return the fastest way. "processes" must take less than `PROCESSES_GAIN` times the time of the others.
 
     If workers can make batches while a device computes, "here" is chosen only if it takes at most `QUICK_S` per batch.
     """

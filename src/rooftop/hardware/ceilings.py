@@ -136,9 +136,9 @@ class Ceilings:
 
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
-        """Best rate by working set, as a pair (out-of-place, in-place). Each item is (sizes, rates): the measured
-        working sets in bytes, ascending, then the best rate of all, followed for each working set by the best rate of
-        any pattern at this or a larger one.
+        """Best rate by working set, as a pair (out-of-place, in-place). Each item is (sizes, rates). `sizes` are the
+        measured working sets in bytes, ascending. `rates` has one item more: the best rate of all, then for each size
+        the best rate at this or a larger size.
         """
         found = []
         for in_place in (False, True):

@@ -184,8 +184,8 @@ class History:
         return not any(alone or not busy(m.conditions, kind) for m in reproduced)
 
     def _disturbed_in_words(self, measured: Mapping[str, float]) -> tuple[str, ...]:
-        """The disturbed figures, as names for readers. For each working set, only the best out-of-place rate is
-        checked. If all working sets are disturbed, the single name "memory" replaces the names of the working sets.
+        """The disturbed figures, as names for readers. Of each working set, only the best out-of-place rate
+        counts. If all working sets are disturbed, the single name "memory" replaces the names of the working sets.
         """
         others = sorted(name for name in measured if part_of(name) != "memory" and not name.startswith("pulse"))
         names = [name for name in others if self._disturbed(name)]
@@ -310,7 +310,7 @@ def _union(some: Iterable[Entry], others: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _kept(measurements: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
-    """The measurements to keep: the last measurements, and each measurement that has the best value of a figure."""
+    """The measurements to keep: the last `MOST_MEASUREMENTS`, and each one that has the best value of a figure."""
     holders: dict[str, int] = {}
     for number, measurement in enumerate(measurements):
         for name, value in measurement.figures.items():

@@ -81,7 +81,7 @@ def _not_compiled(mode: Any) -> Any:
 class ObservingMode(LightMode):
     """A mode that passes each operator to `observe`, which runs the operator and observes it."""
 
-    supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
+    supports_higher_order_operators = True  # without this, each higher order operator raises
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _TakesItWhenLoaded(MetaPathFinder):
                 del loader.exec_module
                 execute(module)
                 with _lock:
-                    if self in sys.meta_path:  # only while the program is still watched
+                    if self in sys.meta_path:  # `uncompiled` has not ended
                         self._leave()
                         _take_eager_stance(self._stack, module)
 
@@ -206,7 +206,7 @@ def _take_eager_stance(stack: ExitStack, compiler: Any) -> None:
     before, ours = compiler._stance, compiler.DynamoStance("force_eager")
     try:
         compiler._set_stance(ours)
-    except RuntimeError:  # inside code that is being compiled: compilation stops at Rooftop's mode
+    except RuntimeError:  # PyTorch is compiling the caller: the compiler does not compile Rooftop's mode
         return
 
     def end() -> None:

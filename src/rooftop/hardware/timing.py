@@ -196,7 +196,7 @@ def _warm_up(fn: Callable[[], object], seconds: float, synchronize: Callable[[],
         calls += ahead
         synchronize()
         spent = time.perf_counter() - began
-        ahead = max(1, min(MOST_AHEAD, int(AHEAD_S * calls / spent)))  # a graph of 30 ms is launched in microseconds
+        ahead = max(1, min(MOST_AHEAD, int(AHEAD_S * calls / spent)))  # the host launches a 30 ms graph in microseconds
     return max(1, math.ceil(LEAST_SAMPLE_S * calls / spent))
 
 
