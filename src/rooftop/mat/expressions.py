@@ -395,7 +395,8 @@ def _numbers(value: ScalarLike, beside: MatExpr) -> MatExpr:
 def _check_bits(operand: MatExpr) -> None:
     if DEPTHS[operand.depth()].limits is None and not DEPTHS[operand.depth()].name == "Bool":
         raise TypeError(
-            f"bitwise operations need integers, got {typeToString(operand._type)}: compare them, or convertTo an integer type"
+            f"bitwise operations need integers, got {typeToString(operand._type)}: compare them, or convertTo an "
+            "integer type"
         )
 
 
