@@ -387,7 +387,7 @@ def store_half(into: Tensor, y: Tensor) -> None:
 
 
 _INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
-# floats are converted to these dtypes in two steps, by way of the value
+# unsigned dtype -> the dtype to which floats are converted first
 _BY_WAY_OF = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 _TRUTH_OF = {torch.uint8: _truth_of_bytes}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

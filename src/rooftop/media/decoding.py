@@ -197,7 +197,7 @@ class Decoder:
 
     def _end_of_track(self) -> int | None:
         """The tick at which the last frame ends, as an MP4 or Matroska file states it. None if the file does not state
-        this tick, or states that the track ends after the whole file."""
+        this tick, or states one later than the end of the container."""
         name, stream = self.container.format.name, self.stream
         if "mp4" in name:  # in MP4, a packet's duration is the time until the next packet is decoded
             return None if not stream.duration or stream.start_time is None else stream.start_time + stream.duration
