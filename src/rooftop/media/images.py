@@ -392,8 +392,7 @@ class ImageDecoder:
         return _tensor(upright, self.layout).to(self.device)
 
     def _handed_over(self, pixels: Tensor) -> Tensor:
-        """Pass a tensor to the caller's stream. The tensor's memory is reused only after that stream has finished with
-        it."""
+        """Keep the allocator from reusing a tensor's memory until the caller's stream has finished with the tensor."""
         if pixels.is_cuda:
             pixels.record_stream(torch.cuda.current_stream(pixels.device))
         return pixels
