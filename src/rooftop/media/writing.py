@@ -180,7 +180,7 @@ class VideoWriter:
             self._container.container_options["update"] = "1"  # one file, not a numbered one for each frame
         elif int(self._container.format.flags) & SEVERAL_FILES:
             self.discard()
-            raise InputError(f"{self.path}: {self._format} describes other files: expected one file, such as .mp4")
+            raise InputError(f"{self.path}: {self._format} only lists other files: expected one file, such as .mp4")
         if sound_from is not None:
             self._add_video()
             try:
