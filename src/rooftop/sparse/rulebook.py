@@ -422,7 +422,8 @@ def _is_unseen(indices: Tensor) -> bool:
 
 
 def _counted(indices: Tensor, shape: Geometry, arguments: tuple[Any, ...]) -> Tables:
-    """Build the tables of all outputs in two recorded calls, between which the host waits for the number of outputs."""
+    """Build the tables of all outputs in two functions that `repeated_rows` decorates. Between them, the host waits for
+    the number of outputs."""
     cells, words, counts, faults = _reached_cells(*arguments)
     outputs = all_outputs(indices, shape, counts, faults)
     out_indices, neighbours = _paired(indices, cells, words, counts, faults, outputs, *arguments[1:])
