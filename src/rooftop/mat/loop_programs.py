@@ -59,7 +59,7 @@ def run(plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None
 
     Args:
         tensors: tensors of the plan's leaves, (..., channels).
-        target: the output, with the plan's depth. Any tensor that overlaps the target has exactly the same elements.
+        target: the output, with the plan's depth. A tensor that overlaps it must have the same elements.
     """
     _run(lambda: plan.elements, tensors, target, lambda: plan.rows.run(tensors, target))
 

@@ -1,7 +1,7 @@
 """Convert a decoded frame to a tensor: orientation, colours, size and dtype.
 
 Frames in the host's memory are converted in loops that Numba compiles (`plane_loops.py`). Plain PyTorch converts them
-to float64, or if Numba does not work, or if they do not consist of integer planes of luma and chroma. One kernel
+if the result is float64, if Numba does not work, or if they do not consist of integer planes of luma and chroma. One kernel
 converts NVDEC's frames (`frame_kernels.py`).
 """
 
