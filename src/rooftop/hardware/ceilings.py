@@ -283,7 +283,7 @@ class Ceilings:
         except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
             raise CeilingsFileError(
                 f"{os.fspath(path)} is not a usable ceilings file ({error}); "
-                f"measure again with: rooftop ceilings --refresh"
+                f"measure again with: rooftop ceilings -o FILE"
             ) from error
 
 

@@ -285,8 +285,8 @@ def _attention_by_autograd(operator: Any, with_own_gradients: Callable[..., Any]
 
 
 def _uses_other_values(function: Any) -> bool:
-    """Whether a function uses outer or global values that may hold a tensor, besides its arguments. True for callables
-    that are not Python functions.
+    """Whether a function uses closure or global values that may hold a tensor, besides its arguments. True for
+    callables that are not Python functions.
     """
     if not isinstance(function, types.FunctionType):
         return True

@@ -206,7 +206,7 @@ class Occupancy:
         return self._with(field, value).active_warps > self.active_warps
 
     def _less(self, field: str, least: int) -> Change | None:
-        """The largest value below the present value that raises the occupancy.
+        """The largest value of `field`, at least `least`, below the present value that raises the occupancy.
 
         If a value raises the occupancy, any smaller value does too.
         """

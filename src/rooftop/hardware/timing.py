@@ -145,7 +145,7 @@ def rotated(fn: Callable[..., object], argument_sets: Sequence[Sequence[Tensor]]
 
 
 def rotated_copies(tensors: Sequence[Tensor], cache_bytes: int) -> list[list[Tensor]]:
-    """The tensors, followed by copies of the whole list. The copies together are at least twice as large as the
+    """The tensors, followed by copies of the whole list. The copies alone are at least twice as large as the
     cache.
     """
     size = max(1, sum(t.numel() * t.element_size() for t in tensors))

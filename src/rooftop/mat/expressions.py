@@ -219,7 +219,7 @@ class MatExpr(Arithmetic, Shaped):
         return np.asarray(self.to_mat().numpy(), dtype)
 
     def __getitem__(self, index: Any) -> Any:
-        """An element or a view of the value. This evaluates the whole expression."""
+        """The element or the view of the value that `index` selects. This evaluates the whole expression."""
         return self.to_mat()[index]
 
     def __bool__(self) -> bool:

@@ -173,7 +173,8 @@ class Mat(Block, Arithmetic):
             return  # Python assigns the view to itself after `m[range] += 5`
         if source._sizes != region._sizes or source._type != region._type:
             raise ValueError(
-                f"{source} cannot be assigned to a region {region}: sizes and types must be equal; use convertTo"
+                f"{source} cannot be assigned to a region {region}: sizes and types must be equal; "
+                "convertTo changes the type"
             )
         source.copyTo(region)
 

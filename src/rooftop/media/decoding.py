@@ -191,7 +191,8 @@ class Decoder:
         self._first_place = self.start_ticks  # tick of the first frame, if packets have positions but no times
         self._whole = True  # no seek yet, so packets can be counted
         self._keys: list[int] = []  # ticks of key frames that were sent to the decoder
-        # whether a frame's time was missing or not later than the last; packets then have other ticks than frames
+        # whether a frame's time was missing or not later than its predecessor's; packets then have other ticks than
+        # frames
         self._went_back = False
         self._missing = False  # whether the decoder returned no frame for some of the last packets
 
@@ -551,8 +552,9 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-    """Yield the frames that are complete. Frames that are shown before the first decoded key frame are skipped if they
-    depend on frames that were not decoded. Raise `Broken` at a damaged frame.
+    """Yield the frames, and raise `Broken` at a damaged frame. Frames that are shown before the first decoded key frame
+    may depend on frames that were not decoded. All of these are skipped after a seek; otherwise only the damaged ones
+    are.
 
     Args:
         frames: the frames that the decoder returned.

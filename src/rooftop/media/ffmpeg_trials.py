@@ -250,8 +250,8 @@ class Trials:
         """Decode a clip with these arguments. Returns frames (T, N) as levels from 0 to 255, or the reason of a
         failure.
 
-        `pixels` is the format in which the decoder or the filter graph outputs frames. FFmpeg would
-        convert the frames to any other format.
+        `pixels` is the format in which the decoder or the filter graph outputs frames. For any
+        other `pixels`, FFmpeg would convert the frames.
         """
         graph_words = ("-vf", graph) if graph else ()
         every = self._every_frame

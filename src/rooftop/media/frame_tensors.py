@@ -1,8 +1,8 @@
 """Convert a decoded frame to a tensor: orientation, colours, size and dtype.
 
 Frames in the host's memory are converted in loops that Numba compiles (`plane_loops.py`). Plain PyTorch converts them
-if the result is float64, if Numba does not work, or if they do not consist of integer planes of luma and chroma. One kernel
-converts NVDEC's frames (`frame_kernels.py`).
+if the result is float64, if Numba does not work, or if they do not consist of integer planes of luma and chroma. One
+kernel converts NVDEC's frames (`frame_kernels.py`).
 """
 
 from __future__ import annotations

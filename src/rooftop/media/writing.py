@@ -290,8 +290,8 @@ class VideoWriter:
             raise
 
     def write_sound(self, samples: Tensor, rate_hz: int, codec: str | None = None) -> None:
-        """Add sound, which starts at the start of the video. Call this method before the first frame, any number of
-        times.
+        """Add sound, which starts at the start of the video. The first call must come before the first frame; more
+        calls may follow at any time.
 
         Args:
             samples: (C, N) of a floating-point dtype, in -1..1, on any device, with 1 to 8 channels.
