@@ -23,7 +23,7 @@ memory for copies of each batch and of the program.
 class Choice:
     """Says which way to make batches is to be timed next, and chooses one from the recorded times.
 
-    The remaining ways are not timed if the loop itself takes at most `QUICK_S` per batch, or if threads are almost as
+    The remaining ways are not timed if "here" takes at most `QUICK_S` per batch, or if threads are almost as
     fast as possible (`NEAR_LINEAR`).
 
     Attributes:

@@ -112,8 +112,8 @@ class EncodedBatch:
         ]
 
     def groups(self) -> Iterator[range]:
-        """Split the files into groups whose pixels fit on the device together; yields each group's range of indices in
-        `files`."""
+        """Split the files into groups of at most `GROUP_PIXELS` pixels (or one file); yields each group's range of
+        indices in `files`."""
         start, pixels = 0, 0
         for place, file in enumerate(self.files):
             pixels += file.shape[0] * file.shape[1]

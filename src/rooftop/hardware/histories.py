@@ -73,8 +73,8 @@ class Measurement:
         return cls(**{**plain, "disturbed": None if disturbed is None else tuple(disturbed)})
 
     def is_disturbed(self, name: str, kind: str) -> bool:
-        """Whether a figure (of a "cpu" or "cuda" machine) may be wrong: its samples differ, or other processes used the
-        machine.
+        """Whether a figure (of a "cpu" or "cuda" machine) may be wrong: its best two samples differ by more than
+        `DISTURBED_SPREAD`, or other processes used the machine.
         """
         if self.disturbed is not None:
             return name in self.disturbed

@@ -170,8 +170,8 @@ class Occupancy:
         return next(size for size in sm.shared_carveouts if size >= used)
 
     def changes(self) -> tuple[Change, ...]:
-        """For each resource that alone can raise the occupancy, the smallest change that raises it. The smallest change
-        comes first.
+        """For each resource that alone can raise the occupancy, the smallest change that raises it. The change with
+        the smallest `size` comes first.
 
         The changes are fewer registers per thread, less shared memory per block, or another block size (in whole warps,
         with the same registers per thread and shared memory per block).

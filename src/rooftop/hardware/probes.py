@@ -52,7 +52,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def probe(device: torch.device, parts: Collection[str], progress: Progress) -> History:
-    """Measure some parts of a device's ceilings once. The result is a history with only this measurement.
+    """Measure the given parts of a device's ceilings once. The result is a history with only this measurement.
 
     The measurement leaves the clocks unchanged, frees its memory, and restores PyTorch's flags and random number
     generators.

@@ -28,8 +28,8 @@ from torch.utils import _pytree as pytree
 def side_stream(device: torch.device | int | None = None, *, priority: int = 0) -> torch.cuda.Stream | None:
     """A stream from PyTorch's pool; None without CUDA.
 
-    The pool has 32 streams for each device and priority, which PyTorch returns in turn. So every 33rd call returns the
-    same stream.
+    The pool has 32 streams for each device and priority, which PyTorch returns in turn. So the 33rd call returns the
+    stream of the first call again.
 
     Args:
         device: by default the current GPU.

@@ -142,7 +142,7 @@ class Ran(NamedTuple):
 
 
 class Trials:
-    """Runs one FFmpeg on the picture, each time for at most `timeout_s` seconds. The temporary folder exists until
+    """Runs one FFmpeg on the test picture, each time for at most `timeout_s` seconds. The temporary folder exists until
     `close`.
 
     Attributes:
