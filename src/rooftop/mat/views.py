@@ -442,7 +442,7 @@ def is_integer(value: object) -> bool:
 
 def _index(value: Any, size: int, what: str) -> tuple[int, int]:
     if not is_integer(value):
-        mask = "; elements of a mask are set by setTo(value, mask)" if hasattr(value, "__len__") else ""
+        mask = "; setTo(value, mask) sets the elements that a mask selects" if hasattr(value, "__len__") else ""
         raise TypeError(f"an index of {what} must be an integer or a range a:b, got {value!r}{mask}")
     if not 0 <= value < size:
         hint = f"; to count from the end, use {size + value}" if -size <= value < 0 else ""

@@ -122,7 +122,7 @@ class ClipDataset(Dataset[Clip]):
                 self.skipped.append((Path(path), str(error)))
                 warnings.warn(f"skipped: {error}", stacklevel=2)
         if not self.readers:
-            raise InputError(f"none of {counted(len(self.skipped), 'file')} can be read: {self.skipped[0][1]}")
+            raise InputError(f"none of {counted(len(self.skipped), 'file')} can be read; first: {self.skipped[0][1]}")
         sizes = {(reader.height, reader.width) for reader in self.readers}
         if len(sizes) > 1:
             said = ", ".join(f"{width} x {height}" for height, width in sorted(sizes))

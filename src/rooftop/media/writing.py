@@ -119,7 +119,7 @@ class VideoWriter:
         if not self.path.name:
             raise InputError(f"{self.path} is a folder: expected the name of a file")
         self.frames = 0
-        # The name does not contain the file's own name, which may be too long to extend, and may contain "%",
+        # The temporary name does not contain the final name, which may be too long to extend, and may contain "%",
         # which FFmpeg would expand.
         self._partial = self.path.with_name(f".{os.getpid()}-{id(self):x}.partial{self.path.suffix}").absolute()
         self._closed = False
