@@ -162,7 +162,7 @@ class Loader:
         iterations may run at the same time; each further one starts its own worker processes.
 
         Raises:
-            InputError: the call raises at once if `start` is not in 0..`len(self)`, `epoch` is below 0, or `epochs` is
+            InputError: the call itself raises if `start` is not in 0..`len(self)`, `epoch` is below 0, or `epochs` is
                 below 1. The iteration raises at a damaged sample that is not skipped, and at the end of an epoch in
                 which all samples of this rank were damaged.
             LoadingError: a worker process of the loader was killed or ended.

@@ -24,7 +24,7 @@ DAMAGE = (
 class Samples(Protocol):
     """A data set with numbered samples, e.g. any map-style data set of torch.utils.data.
 
-    A loader may use the data set from several threads at once. A data set that is not thread-safe must set
+    A loader may use the data set from several threads simultaneously. A data set that is not thread-safe must set
     `thread_safe = False`. If a data set has a method `name(index)`, messages about damaged samples contain the sample's
     name.
     """

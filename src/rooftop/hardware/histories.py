@@ -1,8 +1,8 @@
 """The history of a machine's ceilings: measurements and raises, dated, and each measurement with its conditions.
 
 A ceiling is the best value in its history. So a measurement under load lowers no ceiling. If two processes measure at
-once, no measurement is lost: histories are merged like sets, so the order does not matter. A history with too many
-measurements drops the oldest, but never one that has the best value of a figure.
+the same time, no measurement is lost: histories are merged like sets, so the order does not matter. A history with too
+many measurements drops the oldest, but never one that has the best value of a figure.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     join(side, y)                # the current stream waits for side, and y lives until that stream is done with it
 
 A kernel on one stream does not wait for kernels on another stream. Without a wait, the kernel reads data that are not
-yet written. The caching allocator reuses freed memory at once for the stream that allocated the memory. Without
+yet written. The caching allocator reuses freed memory immediately for the stream that allocated the memory. Without
 `record_stream`, the allocator reuses the memory while the other stream still reads it.
 `rooftop.debugging.stream_races.check_streams` finds missing waits and missing `record_stream` calls.
 

@@ -2,7 +2,7 @@
 
 An operator computes nothing. The operator only checks types and sizes, and makes a `MatExpr`: a tree whose leaves are
 numbers and headers of Mats, with a type and a size. Storing a `MatExpr` (`Mat(e)`, `m.assign(e)`, `m[...] = e`,
-`e.to_mat()`, or passing it as a Mat) evaluates the whole tree at once (`evaluation.py`): as if in float64, with the
+`e.to_mat()`, or passing it as a Mat) evaluates the tree as a whole (`evaluation.py`): as if in float64, with the
 result rounded and saturated once, at the end.
 
 Source of names and meanings: `cv::MatExpr` of OpenCV, modules/core/src/matrix_expressions.cpp.

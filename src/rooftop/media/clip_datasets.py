@@ -198,7 +198,7 @@ class ClipLoader:
         to: the GPU to which clips decoded on the CPU are copied, from pinned memory. If None or "cpu", clips stay where
             they were decoded.
 
-    The current stream of the thread that requests a batch can use the batch at once. NVDEC works on the device's
+    The current stream of the thread that requests a batch can use the batch immediately. NVDEC works on the device's
     default stream, so a training step on that stream delays decoding. A training loop on another stream, within
     `torch.cuda.stream(torch.cuda.Stream())`, does not.
 

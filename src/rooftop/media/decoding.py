@@ -48,7 +48,7 @@ of a packet is the position of its frame.
 ONE_FRAME_A_PACKET = KEY_FRAMES_ONLY | {"h264", "hevc", "vvc", "vp9", "av1", "gif", "webp", "qtrle"}
 """Codecs in which each packet contains exactly one displayed frame. For other codecs, the index is built by decoding
 the file once: VP8 has frames that are never shown, and MPEG-4 can have two frames in a packet."""
-MOST_THREADS = 17  # FFmpeg decodes at most this many frames at once
+MOST_THREADS = 17  # FFmpeg decodes at most this many frames at the same time
 
 MOST_DOUBTS = 3  # after this many errors, one thread decodes the rest
 
@@ -497,7 +497,7 @@ class Decoder:
 
     def begins(self, packet: av.Packet[av.VideoStream]) -> bool:
         """Whether decoding can begin with a packet: it contains a key frame, or it is the first packet of the file and
-        the codec's first packet may not be marked as a key frame (`UNMARKED`).
+        of a codec for which some containers do not mark the first packet as a key frame (`UNMARKED`).
         """
         return packet.is_keyframe or (self._whole and self.stream.codec_context.name in UNMARKED)
 

@@ -130,7 +130,7 @@ def to_tensors(
     turned: Turned = UPRIGHT,
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Convert several frames at once, each as in `to_tensor`. On a GPU this takes less host time than one call per
+    """Convert several frames together, each as in `to_tensor`. On a GPU this takes less host time than one call per
     frame.
 
     Args:

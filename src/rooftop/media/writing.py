@@ -517,8 +517,8 @@ class VideoWriter:
         if frame is None and self.encoder == "libx265" and self.frames <= UNTIMED_X265:
             for packet in packets:
                 packet.dts = packet.pts  # x265 does not reorder a video of at most UNTIMED_X265 frames
-        # Hold back the last packet, since its duration must be set. This packet may not belong to the last frame, but
-        # it is the end of the decoding clock.
+        # Hold back the last packet, since its duration must be set. This packet need not belong to the last frame,
+        # but it is the end of the decoding clock.
         self._held = packets[-1:] if frame is not None else []
         by_decoding = self.path.suffix.lower() in DURATIONS_OF_DECODING
         if packets and self._begin is None and packets[0].dts is not None:
