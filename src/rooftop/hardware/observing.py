@@ -81,7 +81,7 @@ def _not_compiled(mode: Any) -> Any:
 class ObservingMode(LightMode):
     """A mode that passes each operator to `observe`, which runs the operator and observes it."""
 
-    supports_higher_order_operators = True  # without this, each higher order operator raises
+    supports_higher_order_operators = True  # else PyTorch raises an error at the first higher-order operator
 
     def __init__(self) -> None:
         super().__init__()
