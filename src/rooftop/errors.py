@@ -26,7 +26,7 @@ class InputError(RooftopError, ValueError):
 
 class ModelRunError(RooftopError, RuntimeError):
     """The user's model or function failed: it raised, gave results that cannot be used, did not fit into memory, or its
-    process ended. `__cause__` is its exception, if there is one."""
+    process ended. `__cause__` is the original exception, if there is one."""
 
 
 class DivergedError(ModelRunError):

@@ -98,7 +98,7 @@ def _module_of(path: Path) -> str:
 
 
 def place_in_user_code(error: BaseException) -> str | None:
-    """The last line of the user's code that an error has passed, "my_pkg/task.py:12"; None if it has passed none.
+    """The innermost line of the user's code in an error's traceback, "my_pkg/task.py:12"; None if there is none.
 
     Code of Rooftop, of installed packages and of Python is not the user's. The error's notes are also searched, because
     they may contain the traceback of another process.

@@ -23,8 +23,8 @@ def whole_file(target: Path) -> Iterator[Path]:
     """
     place = target.resolve()
     direct = place.exists() and not place.is_file()
-    # The suffix stays the last one, because libraries choose the format by it. The number is random, because threads of
-    # two containers or machines may have the same id.
+    # The temporary name ends with the target's suffix, because libraries choose the format by it. Its number is random,
+    # because threads of two containers or machines may have the same id.
     temporary = place if direct else place.with_name(f".{place.stem}.{token_hex(4)}.tmp{place.suffix}")
     try:
         yield temporary

@@ -245,9 +245,9 @@ def test_a_batch_of_which_nothing_can_be_read_has_no_value(folder: Path) -> None
 )
 def test_changes_of_the_cpu_are_refused(folder: Path, augment: dict[str, float], said: str) -> None:
     images = ImageFolder(folder, ImageTransform(16, augment, train=True, normalize=False))
-    with pytest.raises(InputError, match=f"a GPU does not make these changes: {said}; use the CPU"):
+    with pytest.raises(InputError, match=f"a GPU cannot apply {said}: decode on the CPU"):
         EncodedImages(images)
-    assert faster_decoding(images, 4, CPU) == ("cpu", f"a GPU does not make these changes: {said}")
+    assert faster_decoding(images, 4, CPU) == ("cpu", f"a GPU cannot apply {said}")
 
 
 def test_without_a_gpu_it_is_refused(folder: Path) -> None:

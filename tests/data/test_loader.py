@@ -468,7 +468,7 @@ def test_data_of_which_nothing_can_be_read() -> None:
     loader = Loader(Nothing(KeyError()), 4, how="here", on_damage="skip")
     batches = loader.batches(0)
     assert [next(batches).value for _ in range(3)] == [None] * 3
-    with pytest.raises(InputError, match="none of 12 samples can be read: empty"):
+    with pytest.raises(InputError, match="none of 12 samples can be read; the last: empty"):
         next(batches)
 
 

@@ -366,5 +366,5 @@ def test_values_are_assigned_to_regions() -> None:
     m[0:4, 0:5] = m[1:5, 1:6]  # overlapping, with the result as if the operands had been copied first
     expected[0:4, 0:5] = expected[1:5, 1:6].copy()
     assert np.array_equal(array, expected)
-    with pytest.raises(ValueError, match="sizes and types must be equal; use convertTo"):
+    with pytest.raises(ValueError, match="sizes and types must be equal; convertTo changes the type"):
         m[0:2, 0:2] = Mat(source).convertTo(CV_32FC1)

@@ -95,7 +95,7 @@ def test_what_cannot_be_resized_is_refused() -> None:
     for given_, places, changes, message in (
         (pixels.float(), [(0, 1, 1)], [Resize((1, 1))], "expected .bytes,. uint8"),
         (pixels[::2], [(0, 1, 1)], [Resize((1, 1))], "contiguous"),
-        (pixels, [], [], "at least one photograph"),
+        (pixels, [], [], "and 1 to 65535 photographs"),
         (pixels, [(0, 1, 1)], [], "one change for each"),
         (pixels, [(0, 3, 4)], [Resize((1, 1))], "inside the 30 bytes"),
         (pixels, [(-1, 1, 1)], [Resize((1, 1))], "starts at byte -1"),

@@ -175,7 +175,7 @@ def test_an_error_leaves_no_file_and_an_older_one_as_it_was(tmp_path: Path) -> N
         ("a.apng", "apng", 1, "an animation needs two frames"),
         ("a.png", "mpeg1video", 1, 'codec="png"'),
         ("a.png", "png", 2, "2 frames for .*holds one picture"),
-        ("a.m3u8", "libx264", 5, "describes other files"),
+        ("a.m3u8", "libx264", 5, "only lists other files"),
     ],
 )
 def test_a_file_that_nothing_reads_is_an_error(tmp_path: Path, name: str, codec: str, frames: int, said: str) -> None:

@@ -36,7 +36,7 @@ def blended(low, value, factor):
 @triton.jit
 def write_tables(
     images,  # (N, pixels, 3) uint8
-    operations,  # (N, ENTRIES of device_augment) float64; `stride` elements from one image to the next
+    operations,  # (N, device_augment.ENTRIES) float64; `stride` elements from one image to the next
     tables,  # (N, 3, 256) uint8
     pixels, stride,
     BLOCK: tl.constexpr,
@@ -112,7 +112,7 @@ def near(image, x, y, width, there):
 @triton.jit
 def apply_operation(
     images,  # (N, height, width, 3) uint8
-    operations,  # (N, ENTRIES of device_augment) float64; `stride` elements from one image to the next
+    operations,  # (N, device_augment.ENTRIES) float64; `stride` elements from one image to the next
     tables,  # (N, 3, 256) uint8
     out,  # (N, height, width, 3) uint8
     height, width, stride, fill_red, fill_green, fill_blue,

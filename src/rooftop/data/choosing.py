@@ -23,7 +23,7 @@ memory for copies of each batch and of the program.
 class Choice:
     """Says which way to make batches is to be timed next, and chooses one from the recorded times.
 
-    The remaining ways are not timed if the loop itself takes at most `QUICK_S` per batch, or if threads are almost as
+    The remaining ways are not timed if "here" takes at most `QUICK_S` per batch, or if threads are almost as
     fast as possible (`NEAR_LINEAR`).
 
     Attributes:
@@ -93,7 +93,7 @@ class Choice:
 
 
 def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
-    """Return the fastest way; processes must be faster than the others by `PROCESSES_GAIN`.
+    """Return the fastest way. "processes" must take less than `PROCESSES_GAIN` times the time of the others.
 
     If workers can make batches while a device computes, "here" is chosen only if it takes at most `QUICK_S` per batch.
     """

@@ -13,7 +13,7 @@ from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 
 # Columns of the int32 table of crops
 TOP, LEFT, HEIGHT, WIDTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # of the crop
-STRIDE, PLANE = tl.constexpr(4), tl.constexpr(5)  # strides of the photograph's rows and colour planes, in pixels
+STRIDE, PLANE = tl.constexpr(4), tl.constexpr(5)  # elements between the photograph's rows and colour planes
 FIRST_ROW = tl.constexpr(6)  # index of the crop's first row among the rows of all crops
 OUT_TOP, OUT_LEFT = tl.constexpr(7), tl.constexpr(8)  # position of the result's top-left pixel in the resized crop
 # maximum number of input pixels that contribute to an output pixel, down and across

@@ -88,7 +88,8 @@ def _by_kernels(images: Tensor, operations: Tensor) -> Tensor:
     device = images.device
     tables = torch.empty((count, 3, 256), dtype=torch.uint8, device=device)
     out = torch.empty_like(images)
-    exact = {"num_warps": WARPS, "enable_fp_fusion": False}  # a fused product and sum would round only once
+    # Pillow rounds the product and the sum. A fused multiply-add rounds only the sum.
+    exact = {"num_warps": WARPS, "enable_fp_fusion": False}
     stride = operations.stride(0)
     launch(
         augment_kernels.write_tables, (count, 3), device, images, operations, tables, height * width, stride,

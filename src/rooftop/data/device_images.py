@@ -112,8 +112,8 @@ class EncodedBatch:
         ]
 
     def groups(self) -> Iterator[range]:
-        """Split the files into groups whose pixels fit on the device together; yields each group's range of indices in
-        `files`."""
+        """Split the files into groups of at most `GROUP_PIXELS` pixels (or one file); yields each group's range of
+        indices in `files`."""
         start, pixels = 0, 0
         for place, file in enumerate(self.files):
             pixels += file.shape[0] * file.shape[1]
@@ -139,7 +139,7 @@ class EncodedImages:
 
     def __init__(self, images: ImageFolder, share: float = 1.0) -> None:
         if not 0 < share <= 1:
-            raise InputError(f"share is {share!r}: expected a number above 0, up to 1")
+            raise InputError(f"share of files for the GPU is {share!r}: expected a number above 0, up to 1")
         if not isinstance(images.transform, ImageTransform):
             raise InputError("decoding on a GPU needs a data set whose transform is an ImageTransform")
         if share < 1 and images.transform.normalize:
@@ -148,7 +148,7 @@ class EncodedImages:
                 "the transform"
             )
         if reason := only_on_cpu(images.transform):
-            raise InputError(f"a GPU does not make these changes: {reason}; use the CPU (augment.decode=cpu)")
+            raise InputError(f"a GPU cannot apply {reason}: decode on the CPU (augment.decode=cpu)")
         self.images, self.transform, self.share = images, images.transform, share
         self.classes, self.labels, self.paths = images.classes, images.labels, images.paths
 
@@ -288,7 +288,7 @@ def faster_decoding(
     """
     assert isinstance(images.transform, ImageTransform)
     if reason := only_on_cpu(images.transform):
-        return DecodingChoice("cpu", f"a GPU does not make these changes: {reason}")
+        return DecodingChoice("cpu", f"a GPU cannot apply {reason}")
     if arrive is None:
         if device.type != "cuda":
             return DecodingChoice("cpu", "the training runs on the CPU")

@@ -4,7 +4,7 @@
     print(found.bounds, found.why)
 
 Each stage is measured alone, with its inputs in memory. Each of the stages disk, decode and augment runs in all
-workers at once; collate runs in one thread; copy and model run on the device. The loader runs all stages except the
+workers together; collate runs in one thread; copy and model run on the device. The loader runs all stages except the
 model, as in training. So compare the rate of "loader" with the rate of "model".
 """
 

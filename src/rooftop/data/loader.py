@@ -130,7 +130,7 @@ class Loader:
         safe = getattr(samples, "thread_safe", True)
         ways = (how,) if how != "auto" else _worth_trying(self.workers, self._copies.pins, safe)
         self._choice = Choice(ways, self.workers, self._copies.pins)
-        self._processes: Processes | None = None  # for the next iteration too
+        self._processes: Processes | None = None  # kept for the next iteration
         self._in_use = False  # whether an iteration that has not ended uses `_processes`
         self.epoch, self.waited_s = 0, 0.0
         self.skipped: list[Damaged] = []
@@ -162,7 +162,7 @@ class Loader:
         iterations may run at the same time; each further one starts its own worker processes.
 
         Raises:
-            InputError: the call raises at once if `start` is not in 0..`len(self)`, `epoch` is below 0, or `epochs` is
+            InputError: the call itself raises if `start` is not in 0..`len(self)`, `epoch` is below 0, or `epochs` is
                 below 1. The iteration raises at a damaged sample that is not skipped, and at the end of an epoch in
                 which all samples of this rank were damaged.
             LoadingError: a worker process of the loader was killed or ended.
@@ -170,7 +170,8 @@ class Loader:
         """
         if not 0 <= start <= len(self) or epoch < 0:
             raise InputError(
-                f"batch {start} of epoch {epoch}: an epoch has {len(self)} batches; both are counted from 0"
+                f"batch {start} of epoch {epoch}: an epoch has {len(self)} batches; batches and epochs are counted "
+                "from 0"
             )
         if epochs < 1:
             raise InputError(f"epochs is {epochs}: expected 1 or more")
@@ -197,7 +198,9 @@ class Loader:
 
     def _check_readable(self, found: int, skipped: int) -> None:
         if not found and len(self.skipped) > skipped:
-            raise InputError(f"none of {len(self.skipped) - skipped} samples can be read: {self.skipped[-1].reason}")
+            raise InputError(
+                f"none of {len(self.skipped) - skipped} samples can be read; the last: {self.skipped[-1].reason}"
+            )
 
     def _some(self, trial: str | None, epoch: int, start: int, end: int) -> Iterator[LoadedBatch]:
         """If `trial` names a way of making batches, time this way: make and yield only a few batches, from batch
@@ -298,8 +301,8 @@ class Loader:
 
 
 def _worth_trying(workers: int, on_gpu: bool, thread_safe: bool) -> tuple[str, ...]:
-    """The ways of making batches that are worth timing. On a CPU, a single worker is no faster than the training loop
-    itself."""
+    """The ways of making batches that are worth timing. If the training runs on the CPU, a single worker is no faster
+    than the training loop itself."""
     if workers == 1 and not on_gpu:
         return ("here",)
     return WAYS if thread_safe else ("here", "processes")

@@ -131,7 +131,7 @@ class Processes:
         return _Reader(io.BytesIO(content), worker.slots.get(slot), copy, pin).load()
 
     def _received(self, worker: _Worker, batch: tuple[int, int] | None = None) -> tuple[bytes, int]:
-        """Receive a pickled piece from a process, and the size of its new slot; 0 if the process kept the slot.
+        """Receive a pickled piece from a process, and the bytes of its slot if the process enlarged the slot, else 0.
 
         Raises:
             LoadingError: the process has ended.

@@ -58,7 +58,7 @@ class Normalizer:
         self._constants: dict[torch.device, Tensor] = {}  # made once per device, because their copy waits for the GPU
 
     def __call__(self, pixels: Pixels) -> Tensor:
-        """Apply the remaining RandAugment operations, then normalize.
+        """Apply the RandAugment operations of `pixels.operations`, then normalize.
 
         Returns (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the image is erased.
 

@@ -24,7 +24,7 @@ DAMAGE = (
 class Samples(Protocol):
     """A data set with numbered samples, e.g. any map-style data set of torch.utils.data.
 
-    A loader may use the data set from several threads at once. A data set that is not thread-safe has an attribute
+    A loader may use the data set from several threads simultaneously. A data set that is not thread-safe must set
     `thread_safe = False`. If a data set has a method `name(index)`, messages about damaged samples contain the sample's
     name.
     """
@@ -61,8 +61,9 @@ class StagedSamples(Samples, Protocol):
 def sample(samples: Samples, index: int, seed: int, epoch: int, copy: int = 0) -> Any:
     """Return a sample of an epoch.
 
-    `draw` of a data set gets a generator that depends only on the arguments. So the sample is the same in every
-    process and thread, and each copy has its own augmentation. For a data set without `draw`, this is `samples[index]`.
+    `draw` of a data set gets a generator that depends only on `index`, `seed`, `epoch` and `copy`. So the sample is the
+    same in every process and thread, and each copy has its own augmentation. For a data set without `draw`, this is
+    `samples[index]`.
     """
     draw = getattr(samples, "draw", None)  # faster than isinstance with the protocol
     if draw is not None:

@@ -136,9 +136,9 @@ class Ceilings:
 
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
-        """Best rate by working set, as a pair (out-of-place, in-place). Each item is (sizes, rates): the measured
-        working sets in bytes, ascending, then the best rate of all, followed for each working set by the best rate of
-        any pattern at this or a larger one.
+        """Best rate by working set, as a pair (out-of-place, in-place). Each item is (sizes, rates). `sizes` are the
+        measured working sets in bytes, ascending. `rates` has one item more: the best rate of all, then for each size
+        the best rate at this or a larger size.
         """
         found = []
         for in_place in (False, True):
@@ -169,7 +169,7 @@ class Ceilings:
         return tuple(name for name in self.disturbed if part_in_words(name) in parts)
 
     def raised(self, precision: str, flops_per_s: float, by: str) -> Ceilings:
-        """Raise the ceilings so that an operator with this matrix rate is not faster than its roof.
+        """Return ceilings so high that an operator with this matrix rate is not faster than its roof.
 
         Args:
             by: text that names the operator in the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
@@ -182,7 +182,7 @@ class Ceilings:
         return self._with(f"flops {precision}", before, flops[precision], by, flops=flops)
 
     def raised_memory(self, working_set_bytes: int, rate: float, by: str, in_place: bool = False) -> Ceilings:
-        """Raise the ceilings so that an operator with this working set and this bandwidth is not faster than its roof.
+        """Return ceilings so high that an operator with this working set and bandwidth is not faster than its roof.
 
         Args:
             rate: the bandwidth that the operator reached, bytes/s.
@@ -204,7 +204,7 @@ class Ceilings:
         return self._with(memory_figure(working_set_bytes, pattern), before, rate, by, memory=memory, levels=levels)
 
     def lowered_floor(self, ms: float, by: str) -> Ceilings:
-        """Lower the kernel floor so that a kernel of this duration is not faster than its roof.
+        """Return ceilings whose kernel floor is so low that a kernel of this duration is not faster than its roof.
 
         Raises:
             ValueError: the duration is not a positive number.
@@ -283,7 +283,7 @@ class Ceilings:
         except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
             raise CeilingsFileError(
                 f"{os.fspath(path)} is not a usable ceilings file ({error}); "
-                f"measure again with: rooftop ceilings --refresh"
+                f"measure again with: rooftop ceilings -o FILE"
             ) from error
 
 

@@ -265,7 +265,7 @@ def measure_crossover(
 
 def _checked(device: torch.device) -> torch.device:
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"a crossover can be measured with a cuda device, got {device}")
+        raise ValueError(f"expected a cuda device (or cpu, to test this function), got {device}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MeasurementError(NEEDS_GPU)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -97,7 +97,8 @@ def _launches(samples: Samples, device: torch.device) -> None:
 
 
 def _sequence_ms(fn: Callable[[], object], device: torch.device, calls: int = 1, samples: int = 12) -> list[float]:
-    """ms per call for runs of `fn`, which makes `calls` calls. Events measure the time, after two warm-up runs."""
+    """ms per call of each of `samples` runs of `fn`, which makes `calls` calls. Events measure the time, after two
+    warm-up runs."""
     times = []
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2 + samples):

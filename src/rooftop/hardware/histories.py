@@ -1,8 +1,8 @@
 """The history of a machine's ceilings: measurements and raises, dated, and each measurement with its conditions.
 
 A ceiling is the best value in its history. So a measurement under load lowers no ceiling. If two processes measure at
-once, no measurement is lost: histories are merged like sets, so the order does not matter. A history with too many
-measurements drops the oldest, but never one that has the best value of a figure.
+the same time, no measurement is lost: histories are merged like sets, so the order does not matter. A history with too
+many measurements drops the oldest, but never one that has the best value of a figure.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Measurement:
         return cls(**{**plain, "disturbed": None if disturbed is None else tuple(disturbed)})
 
     def is_disturbed(self, name: str, kind: str) -> bool:
-        """Whether a figure (of a "cpu" or "cuda" machine) may be wrong: its samples differ, or other processes used the
-        machine.
+        """Whether a figure (of a "cpu" or "cuda" machine) may be wrong: its best two samples differ by more than
+        `DISTURBED_SPREAD`, or other processes used the machine.
         """
         if self.disturbed is not None:
             return name in self.disturbed
@@ -184,8 +184,8 @@ class History:
         return not any(alone or not busy(m.conditions, kind) for m in reproduced)
 
     def _disturbed_in_words(self, measured: Mapping[str, float]) -> tuple[str, ...]:
-        """The disturbed figures, as names for readers. For each working set, only the best out-of-place rate is
-        checked. If all working sets are disturbed, the single name "memory" replaces the names of the working sets.
+        """The disturbed figures, as names for readers. Of each working set, only the best out-of-place rate
+        counts. If all working sets are disturbed, the single name "memory" replaces the names of the working sets.
         """
         others = sorted(name for name in measured if part_of(name) != "memory" and not name.startswith("pulse"))
         names = [name for name in others if self._disturbed(name)]
@@ -310,7 +310,7 @@ def _union(some: Iterable[Entry], others: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _kept(measurements: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
-    """The measurements to keep: the last measurements, and each measurement that has the best value of a figure."""
+    """The measurements to keep: the last `MOST_MEASUREMENTS`, and each one that has the best value of a figure."""
     holders: dict[str, int] = {}
     for number, measurement in enumerate(measurements):
         for name, value in measurement.figures.items():

@@ -74,7 +74,7 @@ def measure_ceilings(
 def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilings:
     """Write raised ceilings into the cache of a device, and return the best known values.
 
-    Two processes may call this function at once without losing values.
+    Two processes may call this function at the same time without losing values.
 
     Raises:
         ValueError: the device is not on this machine, or the ceilings are those of another device.

@@ -191,8 +191,8 @@ def _tracked_cpu(device: torch.device) -> Iterator[TrackedMemory]:
 
 
 class _StorageCount(ObservingMode):
-    """Count the bytes of the storages that operators allocate in the block. A storage stops counting when it is
-    freed.
+    """Count the bytes of the storages that operators allocate in the block. The bytes of a freed storage are
+    subtracted.
     """
 
     def __init__(self, tracked: TrackedMemory) -> None:

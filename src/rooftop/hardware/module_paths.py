@@ -28,12 +28,12 @@ class ModulePaths:
     """
 
     def __init__(self) -> None:
-        self._first = WeakIdKeyDictionary()  # module -> its scope by its first path below its root
+        self._first = WeakIdKeyDictionary()  # module -> its scope, from its first path below its root
         self._roots = WeakIdKeyDictionary()  # module -> the scope of its root
         self._called = WeakIdKeyDictionary()  # module -> scope of the caller -> scope of the module in that call
         # scope -> the first module that was called under it and still exists
         self._running: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
-        self._taken: set[str] = set()  # scopes, including those of modules that no longer exist
+        self._taken: set[str] = set()  # scopes already used, also by modules that no longer exist
         self._owners = WeakIdKeyDictionary()  # parameter -> the first scope that owns it
 
     def adopt(self, root: nn.Module) -> str:

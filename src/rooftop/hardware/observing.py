@@ -190,7 +190,7 @@ class _TakesItWhenLoaded(MetaPathFinder):
                 del loader.exec_module
                 execute(module)
                 with _lock:
-                    if self in sys.meta_path:  # only while the program is still watched
+                    if self in sys.meta_path:  # `uncompiled` has not ended
                         self._leave()
                         _take_eager_stance(self._stack, module)
 
@@ -206,7 +206,7 @@ def _take_eager_stance(stack: ExitStack, compiler: Any) -> None:
     before, ours = compiler._stance, compiler.DynamoStance("force_eager")
     try:
         compiler._set_stance(ours)
-    except RuntimeError:  # inside code that is being compiled: compilation stops at Rooftop's mode
+    except RuntimeError:  # PyTorch is compiling the caller: the compiler does not compile Rooftop's mode
         return
 
     def end() -> None:
@@ -285,8 +285,8 @@ def _attention_by_autograd(operator: Any, with_own_gradients: Callable[..., Any]
 
 
 def _uses_other_values(function: Any) -> bool:
-    """Whether a function uses outer or global values that may hold a tensor, besides its arguments. True for callables
-    that are not Python functions.
+    """Whether a function uses closure or global values that may hold a tensor, besides its arguments. True for
+    callables that are not Python functions.
     """
     if not isinstance(function, types.FunctionType):
         return True

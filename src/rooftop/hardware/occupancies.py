@@ -170,8 +170,8 @@ class Occupancy:
         return next(size for size in sm.shared_carveouts if size >= used)
 
     def changes(self) -> tuple[Change, ...]:
-        """For each resource that alone can raise the occupancy, the smallest change that raises it. The smallest change
-        comes first.
+        """For each resource that alone can raise the occupancy, the smallest change that raises it. The change with
+        the smallest `size` comes first.
 
         The changes are fewer registers per thread, less shared memory per block, or another block size (in whole warps,
         with the same registers per thread and shared memory per block).
@@ -206,7 +206,7 @@ class Occupancy:
         return self._with(field, value).active_warps > self.active_warps
 
     def _less(self, field: str, least: int) -> Change | None:
-        """The largest value below the present value that raises the occupancy.
+        """The largest value of `field`, at least `least`, below the present value that raises the occupancy.
 
         If a value raises the occupancy, any smaller value does too.
         """

@@ -52,9 +52,10 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def probe(device: torch.device, parts: Collection[str], progress: Progress) -> History:
-    """Measure some parts of a device's ceilings once. The result is a history with only this measurement.
+    """Measure the given parts of a device's ceilings once. The result is a history with only this measurement.
 
-    The measurement does not set clocks, frees its memory, and restores PyTorch's flags and random number generators.
+    The measurement leaves the clocks unchanged, frees its memory, and restores PyTorch's flags and random number
+    generators.
     """
     machine = machine_of(device)
     wanted = [part for part in parts_of(device) if part in parts]

@@ -203,7 +203,7 @@ class Ensemble(nn.Module):
     Two models on one GPU run one after the other. Gradients flow back to the input and to every model.
 
     Args:
-        modules: the models, which are moved to their devices in place. Models on different devices may not share
+        modules: the models, which are moved to their devices in place. Models on different devices must not share
             parameters or buffers.
         devices: one device for each model. By default the choice of `select_devices`, or the CPU if there are no GPUs.
         combine: function that makes one result from the list of outputs, which are all on the first device. By default

@@ -51,7 +51,7 @@ class StepTime:
             `of_loop`.
         steps, blocks: the number of timed steps, and the number of their blocks.
         mean: whether the time is the mean of all steps.
-        drift_ms: the difference between the highest and the lowest median that the steps of a block have.
+        drift_ms: the difference between the highest and the lowest of the blocks' median step times.
     """
 
     ms: float

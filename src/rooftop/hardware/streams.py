@@ -7,7 +7,7 @@
     join(side, y)                # the current stream waits for side, and y lives until that stream is done with it
 
 A kernel on one stream does not wait for kernels on another stream. Without a wait, the kernel reads data that are not
-yet written. The caching allocator reuses freed memory at once for the stream that allocated the memory. Without
+yet written. The caching allocator reuses freed memory immediately for the stream that allocated the memory. Without
 `record_stream`, the allocator reuses the memory while the other stream still reads it.
 `rooftop.debugging.stream_races.check_streams` finds missing waits and missing `record_stream` calls.
 
@@ -28,8 +28,8 @@ from torch.utils import _pytree as pytree
 def side_stream(device: torch.device | int | None = None, *, priority: int = 0) -> torch.cuda.Stream | None:
     """A stream from PyTorch's pool; None without CUDA.
 
-    The pool has 32 streams for each device and priority, which PyTorch returns in turn. So every 33rd call returns the
-    same stream.
+    The pool has 32 streams for each device and priority, which PyTorch returns in turn. So the 33rd call returns the
+    stream of the first call again.
 
     Args:
         device: by default the current GPU.

@@ -145,7 +145,7 @@ def rotated(fn: Callable[..., object], argument_sets: Sequence[Sequence[Tensor]]
 
 
 def rotated_copies(tensors: Sequence[Tensor], cache_bytes: int) -> list[list[Tensor]]:
-    """The tensors, followed by copies of the whole list. The copies together are at least twice as large as the
+    """The tensors, followed by copies of the whole list. The copies alone are at least twice as large as the
     cache.
     """
     size = max(1, sum(t.numel() * t.element_size() for t in tensors))
@@ -196,7 +196,7 @@ def _warm_up(fn: Callable[[], object], seconds: float, synchronize: Callable[[],
         calls += ahead
         synchronize()
         spent = time.perf_counter() - began
-        ahead = max(1, min(MOST_AHEAD, int(AHEAD_S * calls / spent)))  # a graph of 30 ms is launched in microseconds
+        ahead = max(1, min(MOST_AHEAD, int(AHEAD_S * calls / spent)))  # the host launches a 30 ms graph in microseconds
     return max(1, math.ceil(LEAST_SAMPLE_S * calls / spent))
 
 

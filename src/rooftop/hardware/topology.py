@@ -161,7 +161,7 @@ def _path(
 
 def _to_switches(here: tuple[NvLink, ...], there: tuple[NvLink, ...]) -> int:
     """The number of links from `here` to switches to which `there` is also connected. If a virtual machine hides the
-    address of a switch at either end, a link counts if `there` is connected to any switch."""
+    address of a link's switch, or of one of `there`'s switches, the link counts if `there` has any switch."""
     known = {link.remote_pci for link in there if link.remote == "switch"}
     mine = [link.remote_pci for link in here if link.remote == "switch"]
     return sum(pci in known or (bool(known) and (pci is None or None in known)) for pci in mine)

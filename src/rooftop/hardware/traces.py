@@ -2,9 +2,9 @@
 
 - At the end of its `with` block PyTorch's profiler turns its events into a tree of Python objects. Making the tree
   takes 3 s for 15,000 operators. This module does not make the tree.
-- The native result is freed at once. PyTorch's profiler is part of a reference cycle, so Python would free its result
-  at some later collection. If another profiler has begun by then, Kineto's destructor crashes the process with a
-  segmentation fault (seen with PyTorch 2.11 and 2.13).
+- The native result is freed immediately. PyTorch's profiler is part of a reference cycle, so Python would free its
+  result at some later collection. If another profiler has begun by then, Kineto's destructor crashes the process with
+  a segmentation fault (seen with PyTorch 2.11 and 2.13).
 - On a GPU, CUPTI is detached afterwards, because it would slow the program down (see `cupti`).
 """
 

@@ -23,7 +23,7 @@ from rooftop.ladder.rungs import kernel
 FILE = "memory.cu"
 LINE_BYTES = 128
 THROUGH_L1, FROM_L2 = 0, 1
-NEAR_BYTES = 16 << 10  # for the levels of shared memory and of L1: bytes from which one block loads
+NEAR_BYTES = 16 << 10  # for the levels of shared memory and of L1: size of the memory that one block loads from
 MOST_FAR_BYTES, HOST_BYTES = 1 << 30, 64 << 20
 BEYOND = 8  # for the level of device memory: size of the memory to load from, as a multiple of L2's size
 FMA_BYTES = 16  # a multiply-add reads three registers of 4 bytes and writes one

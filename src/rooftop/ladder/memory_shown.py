@@ -49,7 +49,7 @@ def flight_table(climb: MemoryClimb) -> Table:
         shown.add_column(name, justify="right")
     for flight in climb.flights:
         percent = 100 * flight.rate / flight.expected
-        flag = " (!)" if percent > 100 else ""  # the measured latency is too long, or the measured rate too low
+        flag = " (!)" if percent > 100 else ""  # the level's measured latency is too long, or its measured rate too low
         shown.add_row(
             f"{flight.concurrency}",
             f"{flight.parallelism:,}",

@@ -78,7 +78,7 @@ def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest:
 
 @dataclass
 class Workers:
-    """Running worker processes: as many for each way to pass data.
+    """Running worker processes, `count` for each way to pass data.
 
     Attributes:
         count: number of workers for each way.

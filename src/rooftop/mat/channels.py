@@ -148,6 +148,6 @@ def _check_alike(of: str, mats: Sequence[Mat]) -> None:
     for m in mats[1:]:
         if m.size != first.size or m.depth() != first.depth() or not same_device(m.device, first.device):
             raise ValueError(
-                f"{of} takes Mats of one size, depth and device, got {first} and {m} "
-                f"({typeToString(first.depth())} and {typeToString(m.depth())} of one channel)"
+                f"{of} takes Mats of the same size, depth and device, got {first} and {m} "
+                f"({typeToString(first.depth())} and {typeToString(m.depth())} for each channel)"
             )

@@ -67,8 +67,8 @@ def convert_blocks(source: Tensor, target: Tensor, depth: int, new_depth: int, s
     """Convert a tensor to another depth with torch operations, on blocks of rows. Both tensors have the same shape and
     device.
 
-    Each tensor has its depth's dtype. Either the tensors do not overlap, or they are the same elements of the same
-    depth.
+    Each tensor must have its depth's dtype. The tensors must not overlap, unless they are the same elements of the
+    same depth.
     """
     for some, into in row_blocks(source, target):
         if scaling is None:

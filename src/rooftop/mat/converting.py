@@ -17,8 +17,8 @@ _EPSILON = 2.0**-52  # a scale this close to 1, and a shift this close to 0, are
 def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: float, beta: float) -> None:
     """Convert a tensor to another depth. Both tensors have the same shape and device.
 
-    Each tensor has its depth's dtype. Either the tensors do not overlap, or they are the same elements of the same
-    depth.
+    Each tensor must have its depth's dtype. The tensors must not overlap, unless they are the same elements of the
+    same depth.
     """
     alpha, beta = float(alpha), float(beta)
     plain = abs(alpha - 1) < _EPSILON and abs(beta) < _EPSILON

@@ -2,7 +2,7 @@
 
 An operator computes nothing. The operator only checks types and sizes, and makes a `MatExpr`: a tree whose leaves are
 numbers and headers of Mats, with a type and a size. Storing a `MatExpr` (`Mat(e)`, `m.assign(e)`, `m[...] = e`,
-`e.to_mat()`, or passing it as a Mat) evaluates the whole tree at once (`evaluation.py`): as if in float64, with the
+`e.to_mat()`, or passing it as a Mat) evaluates the tree as a whole (`evaluation.py`): as if in float64, with the
 result rounded and saturated once, at the end.
 
 Source of names and meanings: `cv::MatExpr` of OpenCV, modules/core/src/matrix_expressions.cpp.
@@ -219,7 +219,7 @@ class MatExpr(Arithmetic, Shaped):
         return np.asarray(self.to_mat().numpy(), dtype)
 
     def __getitem__(self, index: Any) -> Any:
-        """An element or a view of the value. This evaluates the whole expression."""
+        """The element or the view of the value that `index` selects. This evaluates the whole expression."""
         return self.to_mat()[index]
 
     def __bool__(self) -> bool:
@@ -395,7 +395,8 @@ def _numbers(value: ScalarLike, beside: MatExpr) -> MatExpr:
 def _check_bits(operand: MatExpr) -> None:
     if DEPTHS[operand.depth()].limits is None and not DEPTHS[operand.depth()].name == "Bool":
         raise TypeError(
-            f"bitwise operations need integers, got {typeToString(operand._type)}: compare, or convertTo integers"
+            f"bitwise operations need integers, got {typeToString(operand._type)}: compare them, or convertTo an "
+            "integer type"
         )
 
 

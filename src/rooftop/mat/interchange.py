@@ -138,7 +138,7 @@ def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: s
         if CV_MAT_DEPTH(type) != code:
             raise TypeError(
                 f"numbers of CV_{depth_of(code).name} cannot be seen as {typeToString(type)}: leave out the type, "
-                "then convertTo it"
+                "and call convertTo afterwards"
             )
         channels = CV_MAT_CN(type) if CV_MAT_CN(type) > 1 else 0
         if channels and (len(shape) < 2 or shape[-1] != channels):

@@ -100,7 +100,7 @@ class Evaluation:
 
 
 def run_conversion(source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None) -> None:
-    """Convert elements of one depth to another. Source and target do not overlap, or are the same elements."""
+    """Convert elements of one depth to another. They must not overlap, unless they are the same elements."""
     addresses = [source.data_ptr(), target.data_ptr()]
     begins = (addresses[0] % LINE_BYTES, addresses[1] % LINE_BYTES)
     key = (depth, new_depth, repr(scaling), target.shape, target.stride(), source.stride(), begins, target.device)

@@ -3,7 +3,7 @@
 A loop is generated for each form of expression (its operations and types), and reused for other numbers and for other
 Mats of the same layout. Compiling takes some tenths of a second. So a form is compiled only after `row_programs.py` has
 spent about that much time on evaluating the form. The total time of a form is then at most about twice the time of the
-better of two choices: to compile at once, or never to compile.
+better of two choices: to compile immediately, or never to compile.
 
 Some expressions are not compiled: expressions with transposed Mats (neighbours along a row are not adjacent in memory),
 with half precision (Numba lacks it on CPUs), with more Mats than the compiler checks for overlaps, with hundreds of
@@ -32,7 +32,8 @@ from rooftop.mat.remembered import remember
 from rooftop.mat.row_programs import in_few_dims
 
 PATIENCE_SECONDS = 0.3
-"""Approximate compile time of 20 operations. A form is compiled once its row-by-row evaluation has taken this long."""
+"""Approximate compile time of 20 operations. A form is compiled when its row-by-row evaluations have together taken
+this long."""
 LEAST_COLUMNS = 32
 MOST_OPERATIONS = 200
 """Maximum number of operations in one loop, because compile time grows superlinearly with this number."""
@@ -59,7 +60,7 @@ def run(plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None
 
     Args:
         tensors: tensors of the plan's leaves, (..., channels).
-        target: the output, with the plan's depth. Any tensor that overlaps the target has exactly the same elements.
+        target: the output, with the plan's depth. A tensor that overlaps it must have the same elements.
     """
     _run(lambda: plan.elements, tensors, target, lambda: plan.rows.run(tensors, target))
 

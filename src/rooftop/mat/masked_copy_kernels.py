@@ -25,7 +25,7 @@ def masked_copy(
     TABLE: tl.constexpr,
     PER: tl.constexpr,
     WORD: tl.constexpr,  # numbers that one load or store of source and target moves
-    WORDS: tl.constexpr,  # words of a group, which begins and ends with whole marks
+    WORDS: tl.constexpr,  # words of a group; a group covers whole marks
     MARKS: tl.constexpr,  # marks of a group
     MASK_WORD: tl.constexpr,  # marks that one load of the mask reads
     WIDE: tl.constexpr,

@@ -173,7 +173,8 @@ class Mat(Block, Arithmetic):
             return  # Python assigns the view to itself after `m[range] += 5`
         if source._sizes != region._sizes or source._type != region._type:
             raise ValueError(
-                f"{source} cannot be assigned to a region {region}: sizes and types must be equal; use convertTo"
+                f"{source} cannot be assigned to a region {region}: sizes and types must be equal; "
+                "convertTo changes the type"
             )
         source.copyTo(region)
 
@@ -371,12 +372,12 @@ class Mat(Block, Arithmetic):
         return there
 
     def cuda(self, device: DeviceLike | int | None = None, *, non_blocking: bool = False) -> Mat:
-        """A copy on a GPU, by default the current one."""
+        """The Mat on a GPU, by default the current one, as `to` returns it: a copy only if it is not there already."""
         where = "cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device
         return self.to(where, non_blocking=non_blocking)
 
     def cpu(self) -> Mat:
-        """A copy in host memory."""
+        """The Mat in host memory, as `to` returns it: a copy only if it is on a GPU."""
         return self.to("cpu")
 
     @contextmanager

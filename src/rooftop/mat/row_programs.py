@@ -60,7 +60,7 @@ class RowProgram:
 
         Args:
             tensors: tensors of the leaves, (..., channels), of the target's shape, in their depths' dtypes.
-            target: the output. A tensor that overlaps the target has exactly the same elements.
+            target: the output. A tensor that overlaps the target must have exactly the same elements.
         """
         if not target.numel():
             return
@@ -143,7 +143,7 @@ def blocks_of(views: Sequence[Tensor], channels: int) -> Iterator[Block]:
 def row_program(root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, depth: int) -> RowProgram:
     """The steps of an expression, computed in a dtype and stored as numbers of a depth.
 
-    All leaves are Mats or numbers. The expression must not contain matrix products or inverses.
+    All leaves must be Mats or numbers. The expression must not contain matrix products or inverses.
     """
     return _Writer(root, bounds, dtype).written(depth)
 
@@ -387,7 +387,7 @@ def store_half(into: Tensor, y: Tensor) -> None:
 
 
 _INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
-# torch converts floats to these dtypes by way of other types
+# unsigned dtype -> the dtype to which floats are converted first
 _BY_WAY_OF = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 _TRUTH_OF = {torch.uint8: _truth_of_bytes}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -386,8 +386,8 @@ class Header(Shaped):
         return self._data.strided(dtype, (*self._sizes, channels), strides, self._offset // item)
 
     def _tensor(self) -> Tensor:
-        """A tensor of the elements (..., channels) on this header's memory, in the depth's dtype. The caller only reads
-        the tensor."""
+        """A tensor of the elements (..., channels) on this header's memory, in the depth's dtype. The caller must
+        not write to the tensor."""
         if self._cached is None:
             self._cached = self._strided(depth_of(self._type).dtype)
         elif self._data is not None:
@@ -395,14 +395,14 @@ class Header(Shaped):
         return self._cached
 
     def _address(self) -> int:
-        """The address of the first element. The caller only reads the memory. The Mat must have elements."""
+        """The address of the first element. The caller must not write there. The Mat must have elements."""
         assert self._data is not None
         self._data.check_mapping()
         return self._data.storage.data_ptr() + self._offset
 
     def _bits(self) -> Tensor:
-        """The elements (..., channels) as integers with the same bits (the depth's carrier dtype). The caller only
-        reads the tensor."""
+        """The elements (..., channels) as integers with the same bits (the depth's carrier dtype). The caller must
+        not write to the tensor."""
         depth = depth_of(self._type)
         elements = self._tensor()
         return elements if depth.dtype == depth.carrier else elements.view(depth.carrier)
@@ -442,7 +442,7 @@ def is_integer(value: object) -> bool:
 
 def _index(value: Any, size: int, what: str) -> tuple[int, int]:
     if not is_integer(value):
-        mask = "; elements of a mask are set by setTo(value, mask)" if hasattr(value, "__len__") else ""
+        mask = "; setTo(value, mask) sets the elements that a mask selects" if hasattr(value, "__len__") else ""
         raise TypeError(f"an index of {what} must be an integer or a range a:b, got {value!r}{mask}")
     if not 0 <= value < size:
         hint = f"; to count from the end, use {size + value}" if -size <= value < 0 else ""

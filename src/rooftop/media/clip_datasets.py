@@ -122,7 +122,7 @@ class ClipDataset(Dataset[Clip]):
                 self.skipped.append((Path(path), str(error)))
                 warnings.warn(f"skipped: {error}", stacklevel=2)
         if not self.readers:
-            raise InputError(f"none of {counted(len(self.skipped), 'file')} can be read: {self.skipped[0][1]}")
+            raise InputError(f"none of {counted(len(self.skipped), 'file')} can be read; first: {self.skipped[0][1]}")
         sizes = {(reader.height, reader.width) for reader in self.readers}
         if len(sizes) > 1:
             said = ", ".join(f"{width} x {height}" for height, width in sorted(sizes))
@@ -198,7 +198,7 @@ class ClipLoader:
         to: the GPU to which clips decoded on the CPU are copied, from pinned memory. If None or "cpu", clips stay where
             they were decoded.
 
-    The current stream of the thread that requests a batch can use the batch at once. NVDEC works on the device's
+    The current stream of the thread that requests a batch can use the batch immediately. NVDEC works on the device's
     default stream, so a training step on that stream delays decoding. A training loop on another stream, within
     `torch.cuda.stream(torch.cuda.Stream())`, does not.
 

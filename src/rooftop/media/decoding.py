@@ -48,7 +48,7 @@ of a packet is the position of its frame.
 ONE_FRAME_A_PACKET = KEY_FRAMES_ONLY | {"h264", "hevc", "vvc", "vp9", "av1", "gif", "webp", "qtrle"}
 """Codecs in which each packet contains exactly one displayed frame. For other codecs, the index is built by decoding
 the file once: VP8 has frames that are never shown, and MPEG-4 can have two frames in a packet."""
-MOST_THREADS = 17  # FFmpeg decodes at most this many frames at once
+MOST_THREADS = 17  # FFmpeg decodes at most this many frames at the same time
 
 MOST_DOUBTS = 3  # after this many errors, one thread decodes the rest
 
@@ -191,13 +191,14 @@ class Decoder:
         self._first_place = self.start_ticks  # tick of the first frame, if packets have positions but no times
         self._whole = True  # no seek yet, so packets can be counted
         self._keys: list[int] = []  # ticks of key frames that were sent to the decoder
-        # whether a frame's time was missing or not later than the last; packets then have other ticks than frames
+        # whether a frame's time was missing or not later than its predecessor's; packets then have other ticks than
+        # frames
         self._went_back = False
         self._missing = False  # whether the decoder returned no frame for some of the last packets
 
     def _end_of_track(self) -> int | None:
         """The tick at which the last frame ends, as an MP4 or Matroska file states it. None if the file does not state
-        this tick, or states that the track ends after the whole file."""
+        this tick, or states one later than the end of the container."""
         name, stream = self.container.format.name, self.stream
         if "mp4" in name:  # in MP4, a packet's duration is the time until the next packet is decoded
             return None if not stream.duration or stream.start_time is None else stream.start_time + stream.duration
@@ -496,7 +497,7 @@ class Decoder:
 
     def begins(self, packet: av.Packet[av.VideoStream]) -> bool:
         """Whether decoding can begin with a packet: it contains a key frame, or it is the first packet of the file and
-        the codec's first packet may not be marked as a key frame (`UNMARKED`).
+        of a codec for which some containers do not mark the first packet as a key frame (`UNMARKED`).
         """
         return packet.is_keyframe or (self._whole and self.stream.codec_context.name in UNMARKED)
 
@@ -551,8 +552,9 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-    """Yield the frames that are complete. Frames that are shown before the first decoded key frame are skipped if they
-    depend on frames that were not decoded. Raise `Broken` at a damaged frame.
+    """Yield the frames, and raise `Broken` at a damaged frame. Frames that are shown before the first decoded key frame
+    may depend on frames that were not decoded. All of these are skipped after a seek; otherwise only the damaged ones
+    are.
 
     Args:
         frames: the frames that the decoder returned.

@@ -142,7 +142,7 @@ class Ran(NamedTuple):
 
 
 class Trials:
-    """Runs one FFmpeg on the picture, each time for at most `timeout_s` seconds. The temporary folder exists until
+    """Runs one FFmpeg on the test picture, each time for at most `timeout_s` seconds. The temporary folder exists until
     `close`.
 
     Attributes:
@@ -250,8 +250,8 @@ class Trials:
         """Decode a clip with these arguments. Returns frames (T, N) as levels from 0 to 255, or the reason of a
         failure.
 
-        `pixels` is the format in which the decoder or the filter graph outputs frames. FFmpeg must not convert the
-        frames.
+        `pixels` is the format in which the decoder or the filter graph outputs frames. For any
+        other `pixels`, FFmpeg would convert the frames.
         """
         graph_words = ("-vf", graph) if graph else ()
         every = self._every_frame

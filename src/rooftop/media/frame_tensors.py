@@ -1,8 +1,8 @@
 """Convert a decoded frame to a tensor: orientation, colours, size and dtype.
 
 Frames in the host's memory are converted in loops that Numba compiles (`plane_loops.py`). Plain PyTorch converts them
-to float64, or if Numba does not work, or if they do not consist of integer planes of luma and chroma. One kernel
-converts NVDEC's frames (`frame_kernels.py`).
+if the result is float64, if Numba does not work, or if they do not consist of integer planes of luma and chroma. One
+kernel converts NVDEC's frames (`frame_kernels.py`).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def to_tensors(
     turned: Turned = UPRIGHT,
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Convert several frames at once, each as in `to_tensor`. On a GPU this takes less host time than one call per
+    """Convert several frames together, each as in `to_tensor`. On a GPU this takes less host time than one call per
     frame.
 
     Args:

@@ -45,7 +45,7 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm"}
 MAX_PIXELS = 178_956_970  # 512 MiB of RGB, Pillow's own limit, which other libraries disable for the whole process
 LAYOUTS = ("chw", "hwc")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of ImageNet, RGB in 0..1
-GPU_BATCH = 8  # files that NVJPEG decodes at once
+GPU_BATCH = 8  # files that NVJPEG decodes in one call
 GPU_THREADS = 4  # maximum number of threads with a GPU, since each thread keeps a batch in memory
 
 DAMAGE = (
@@ -307,8 +307,8 @@ class ImageDecoder:
         """Read photographs and folders of photographs in the order of `find_images`, decoded ahead.
 
         Raises:
-            InputError: as in `find_images` (raised at once); or a file is unreadable and not skipped (raised when the
-                iterator reaches the file).
+            InputError: as in `find_images` (raised by this call); or a file is unreadable and not skipped (raised when
+                the iterator reaches the file).
         """
         return self._read(find_images(paths))
 
@@ -392,8 +392,7 @@ class ImageDecoder:
         return _tensor(upright, self.layout).to(self.device)
 
     def _handed_over(self, pixels: Tensor) -> Tensor:
-        """Pass a tensor to the caller's stream. The tensor's memory is reused only after that stream has finished with
-        it."""
+        """Keep the allocator from reusing a tensor's memory until the caller's stream has finished with the tensor."""
         if pixels.is_cuda:
             pixels.record_stream(torch.cuda.current_stream(pixels.device))
         return pixels

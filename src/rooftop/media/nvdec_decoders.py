@@ -86,7 +86,7 @@ def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
     decoder.width, decoder.height = kind.width, kind.height
     for name, value in zip(COLOURS, kind.colours, strict=True):
         setattr(decoder, name, value)
-    # on the CPU, FFmpeg only parses the headers before the pictures' data
+    # one CPU thread, since FFmpeg only parses headers there; NVDEC decodes the pictures' data
     decoder.thread_type, decoder.thread_count = "NONE", 1
     # A container's own decoder knows how many frames must wait for reordering, because FFmpeg has read the beginning of
     # the file. This decoder knows this number only from the H.264 header. If the header does not state the number, the

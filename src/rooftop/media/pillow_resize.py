@@ -102,8 +102,8 @@ def resized_on_device(
         )
     if len(photographs) != len(changes) or not 0 < len(photographs) <= MOST_SIDE:
         raise InputError(
-            f"got {len(photographs)} photographs and {len(changes)} changes: expected one change for each of at least "
-            f"one photograph, and at most {MOST_SIDE}"
+            f"got {len(photographs)} photographs and {len(changes)} changes: expected one change for each "
+            f"photograph, and 1 to {MOST_SIDE} photographs"
         )
     tables = _Tables()
     kinds: dict[tuple[int, int, Resize], int] = {}  # most photographs of a batch have the same size

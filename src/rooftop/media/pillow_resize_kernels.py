@@ -13,8 +13,9 @@ ROWS, WIDTH = tl.constexpr(2), tl.constexpr(3)  # number of rows that are resize
 # the weights that resize rows: index of the first one in `tables`, and their number per result pixel
 COLUMN_TABLE, COLUMN_TAPS = tl.constexpr(4), tl.constexpr(5)
 HEIGHT = tl.constexpr(6)  # rows of the result
-ROW_TABLE, ROW_TAPS = tl.constexpr(7), tl.constexpr(8)  # the weights that resize columns, like those of rows
-BETWEEN, OUT = tl.constexpr(9), tl.constexpr(10)  # index of the first value among the resized rows, and the results
+ROW_TABLE, ROW_TAPS = tl.constexpr(7), tl.constexpr(8)  # the same for the weights that resize columns
+# index of the photograph's first value in the output of `resize_across`, and of `resize_down`
+BETWEEN, OUT = tl.constexpr(9), tl.constexpr(10)
 ENTRIES = tl.constexpr(11)
 
 

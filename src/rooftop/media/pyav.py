@@ -1,4 +1,4 @@
-"""Import PyAV, which includes FFmpeg's libraries, and check its version. Other modules use PyAV only after this."""
+"""Import PyAV, which includes FFmpeg's libraries, and check its version. All other modules call `load_av` first."""
 
 from __future__ import annotations
 

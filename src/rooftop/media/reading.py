@@ -114,7 +114,7 @@ class VideoReader:
         self._lock = threading.RLock()
         self._index: FrameIndex | None = None
         self._cursor: _Cursor | None = None
-        # indices of those starting points from which decoding does not return complete frames
+        # indices in `FrameIndex.starts` of key frames from which decoding does not return complete frames
         self._unclean: set[int] = set()
         self._gpu: torch.device | None = None
         # a pass from the beginning that has not returned a frame yet; None if there is none

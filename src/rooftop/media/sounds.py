@@ -62,7 +62,7 @@ def read_sound(
         sound = read_sound("walk.mp4", start_s=1.5, end_s=2.0)  # (2, 24000)
 
     Times are on the clock of the file, as in `VideoReader`. Gaps between packets become silence. All samples
-    are in memory at once: 11 MB per minute of one channel at 48 kHz.
+    are in memory together: 11 MB per minute of one channel at 48 kHz.
 
     Args:
         path_or_bytes: a file of sound or of video, or the content of one.

@@ -119,7 +119,7 @@ class VideoWriter:
         if not self.path.name:
             raise InputError(f"{self.path} is a folder: expected the name of a file")
         self.frames = 0
-        # The name does not contain the file's own name, which may be too long to extend, and may contain "%",
+        # The temporary name does not contain the final name, which may be too long to extend, and may contain "%",
         # which FFmpeg would expand.
         self._partial = self.path.with_name(f".{os.getpid()}-{id(self):x}.partial{self.path.suffix}").absolute()
         self._closed = False
@@ -180,7 +180,7 @@ class VideoWriter:
             self._container.container_options["update"] = "1"  # one file, not a numbered one for each frame
         elif int(self._container.format.flags) & SEVERAL_FILES:
             self.discard()
-            raise InputError(f"{self.path}: {self._format} describes other files: expected one file, such as .mp4")
+            raise InputError(f"{self.path}: {self._format} only lists other files: expected one file, such as .mp4")
         if sound_from is not None:
             self._add_video()
             try:
@@ -290,8 +290,8 @@ class VideoWriter:
             raise
 
     def write_sound(self, samples: Tensor, rate_hz: int, codec: str | None = None) -> None:
-        """Add sound, which starts at the start of the video. Call this method before the first frame, any number of
-        times.
+        """Add sound, which starts at the start of the video. The first call must come before the first frame; more
+        calls may follow at any time.
 
         Args:
             samples: (C, N) of a floating-point dtype, in -1..1, on any device, with 1 to 8 channels.
@@ -517,8 +517,8 @@ class VideoWriter:
         if frame is None and self.encoder == "libx265" and self.frames <= UNTIMED_X265:
             for packet in packets:
                 packet.dts = packet.pts  # x265 does not reorder a video of at most UNTIMED_X265 frames
-        # Hold back the last packet, since its duration must be set. This packet may not belong to the last frame, but
-        # it is the end of the decoding clock.
+        # Hold back the last packet, since its duration must be set. This packet need not belong to the last frame,
+        # but it is the end of the decoding clock.
         self._held = packets[-1:] if frame is not None else []
         by_decoding = self.path.suffix.lower() in DURATIONS_OF_DECODING
         if packets and self._begin is None and packets[0].dts is not None:

@@ -282,7 +282,7 @@ class _SubMConv(SparseConvolution):
         """Take spconv's arguments in spconv's order.
 
         Args:
-            kernel_size, dilation: one value for all dimensions or one per dimension. The kernel must be odd.
+            kernel_size, dilation: one value for all dimensions or one per dimension. Kernel sizes must be odd.
             stride: must be 1.
             padding: ignored, since the outputs are always at the input sites.
             indice_key: the key under which layers share a rulebook.

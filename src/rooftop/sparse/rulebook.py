@@ -96,7 +96,7 @@ class Rulebook:
         table: the table `neighbours` and the forms derived from it (row orders, pair lists), shared by all layers.
         reached: the table `reverse` and the forms derived from it; None for a submanifold convolution.
         faults: `Faults.flags`, (3,) int32 on the device of the indices. `check()` raises an error if a flag is set.
-        bounded: whether the number of output rows was fixed by a bound, so that some rows may not be sites.
+        bounded: whether a bound fixed the number of output rows, so that there may be rows that are not sites.
         inverse: whether this rulebook is the `swapped()` of another rulebook.
         version: the version counter of in_indices, which in-place changes increment. None for a copied rulebook, or if
             PyTorch does not count versions.
@@ -292,7 +292,7 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
         indices: (N, 1 + dims) int32 or int64, batch first, on a GPU or the CPU. Rows of -1 are not sites.
         shape: the convolution's geometry.
         num_out_act_bound: the fixed number of output rows. Rows beyond the number of outputs are -1. With a bound, the
-            host does not wait for the device, so a CUDA graph can capture the call once a first call has loaded the
+            host does not wait for the device, so a CUDA graph can capture the call after a first call has loaded the
             kernels. A submanifold convolution has as many outputs as inputs and never waits. For a submanifold
             convolution, num_out_act_bound must be at least N.
 
@@ -422,7 +422,8 @@ def _is_unseen(indices: Tensor) -> bool:
 
 
 def _counted(indices: Tensor, shape: Geometry, arguments: tuple[Any, ...]) -> Tables:
-    """Build the tables of all outputs in two recorded calls, between which the host waits for the number of outputs."""
+    """Build the tables of all outputs in two functions that `repeated_rows` decorates. Between them, the host waits for
+    the number of outputs."""
     cells, words, counts, faults = _reached_cells(*arguments)
     outputs = all_outputs(indices, shape, counts, faults)
     out_indices, neighbours = _paired(indices, cells, words, counts, faults, outputs, *arguments[1:])

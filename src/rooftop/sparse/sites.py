@@ -78,8 +78,8 @@ def in_range(sites: Tensor, batch_size: int, shape: Sequence[int]) -> Tensor:
 
 
 def checks_values(indices: Tensor) -> bool:
-    """Whether invalid indices raise an error at once: on the CPU, and on a GPU with ROOFTOP_CHECK=1 unless a CUDA graph
-    is being captured."""
+    """Whether invalid indices raise an error immediately: on the CPU, and on a GPU with ROOFTOP_CHECK=1 unless a CUDA
+    graph is being captured."""
     if indices.device.type == "cpu":
         return True
     return os.environ.get("ROOFTOP_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()

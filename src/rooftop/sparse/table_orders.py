@@ -162,7 +162,7 @@ class NeighbourTable:
         if self.by_row is not None:
             return self.by_row.shape[1]
         assert self.ordered is not None
-        lines = self.ordered.shape[0] - 1  # after the row numbers: one line of masks per 32 taps, and a line per tap
+        lines = self.ordered.shape[0] - 1  # besides the row numbers: a line of masks per 32 taps, and a line per tap
         return lines - -(-lines // 33)
 
     @property

@@ -40,8 +40,8 @@ class SparseConvTensor:
         spatial_shape: list of the grid's sizes in 1 to 4 dimensions.
         batch_size: number of batch elements, some of which may have no sites.
         indice_dict: the rulebooks of the layers that computed this tensor, by `indice_key`.
-        padded: whether some rows of indices may not be sites. Outputs of a layer with `num_out_act_bound` are padded.
-            For the network's input, the caller sets `padded`. Batch norms of padded tensors use only sites.
+        padded: whether `indices` may contain rows that are not sites. Outputs of a layer with `num_out_act_bound` are
+            padded. For the network's input, the caller sets `padded`. Batch norms of padded tensors use only sites.
         faults: flags of the errors that earlier layers found in their sites, in the order of the layers. `check()`
             raises the first of these errors.
     """

@@ -46,7 +46,7 @@ class Grid(NamedTuple):
     high: tuple[float, ...] | None = None
 
 
-_WHOLE = 1e-6  # tolerance for the number of cells: 40 / 0.16 and 70.4 / 0.1 are integers, but not in float64
+_WHOLE = 1e-6  # relative tolerance of the number of cells: 40 / 0.16 and 70.4 / 0.1 are integers, but not in float64
 
 
 def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_spconv: bool = False) -> Grid:
