@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -212,3 +215,59 @@ def test_a_model_that_carries_state_outside_of_buffers_is_refused(proven: Proven
     assert model.calls == 0
     assert not hasattr(model, "last")
     assert torch.equal(model.generator.get_state(), state)
+
+
+class Slotted:
+    """An object whose attributes are in `__slots__`."""
+
+    __slots__ = ("count", "empty")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "deque": (deque, lambda held: held.append(1)),
+    "slots": (Slotted, lambda held: setattr(held, "count", held.count + 1)),
+    "numpy": (lambda: np.zeros(2), lambda held: held.__iadd__(1)),
+    "objects": (lambda: np.array([None, "a"], dtype=object), lambda held: held.__setitem__(0, (held[0], 1))),
+    "dates": (lambda: np.array(["2020-01-01"], "M8[D]"), lambda held: held.__iadd__(1)),
+    "bytes": (lambda: bytearray(1), lambda held: held.append(1)),
+    "array": (lambda: array("d", [0.0]), lambda held: held.append(1.0)),
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_state_in_containers_and_arrays_is_refused(proven: Proven, kind: str) -> None:
+    made, change = HOLDERS[kind]
+
+    class Recording(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            change(self.held)
+            return super().forward(x)
+
+    model = Recording(4, 4).eval()
+    model.held = made()
+    with pytest.raises(ValueError, match="a call changes held"):
+        proven(model, torch.randn(2, 4))
+
+
+def test_arrays_that_calls_only_read_are_no_state(proven: Proven) -> None:
+    class Reading(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * float(self.scale[0]) + len(self.held)
+
+    model = Reading(4, 4).eval()
+    model.scale, model.held = np.full(1, 2.0), deque([model.weight])
+    assert proven(model, torch.randn(2, 4)).kept
+
+
+def test_a_model_with_its_own_parameters_method_is_optimized(proven: Proven) -> None:
+    class Head(nn.Sequential):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            return self[1].parameters(recurse)
+
+    model = Head(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
+    found = proven(model, torch.randn(2, 4))
+    assert found.kept
+    assert list(map(id, found.module.parameters())) == list(map(id, model.parameters()))

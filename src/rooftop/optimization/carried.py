@@ -12,7 +12,7 @@ computes, such as a mask of the inputs' size, is not state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,8 +41,9 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
             "modules a __deepcopy__, or remove the attributes that cannot be copied"
         ) from error
     outcome_of(step, model, model, drawn[0].given)  # the first call may compute values that later calls reuse
-    for (name, own), parameter in zip(model.named_parameters(), original.parameters(), strict=True):
-        if not same_values(own, parameter):
+    originals = dict(original.named_parameters())  # `parameters` may be the model's own method
+    for name, own in model.named_parameters():
+        if not same_values(own, originals[name]):
             raise ValueError(
                 f"optimize: a call changes the parameter {name}, but only an optimizer should change parameters"
             )
@@ -62,10 +63,16 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
 def _state(model: nn.Module) -> dict[str, Any]:
     contents = Contents.of(model)
     buffers = {id(buffer): buffer for buffer in model.buffers()}
-    state: dict[str, Any] = dict(contents.plain)
+    state: dict[str, Any] = {**contents.plain, **{where: _values(part) for where, part in contents.arrays.items()}}
     for where, tensor in contents.tensors.items():
         state[where] = tensor if id(tensor) in buffers else tensor.detach().clone()
     return state
+
+
+def _values(array: Any) -> Hashable:
+    """The values of an array of NumPy, an `array.array` or a `bytearray`, to compare them later."""
+    values = bytes(array) if isinstance(array, bytearray) else array.tobytes()
+    return type(array), str(getattr(array, "dtype", None)), getattr(array, "shape", None), values
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
