@@ -432,3 +432,52 @@ def test_a_plan_replaces_neither_links_nor_pipes(tmp_path: Path, proven: Proven)
     with pytest.raises(OSError, match="missing"):
         found.save(tmp_path / "missing" / "plan.json")
     assert {each.name for each in tmp_path.iterdir()} == {"link", "plan.json", "pipe"}
+
+
+class Saving(nn.Sequential):
+    """A model with its own state, keys of an older version, and methods in place of those of `nn.Module`."""
+
+    version = 1
+    loaded: list[int]
+
+    def get_extra_state(self) -> int:
+        return self.version
+
+    def set_extra_state(self, state: int) -> None:
+        self.loaded.append(state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(f"{prefix}older", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def eval(self) -> Saving:
+        self.evaluated = True
+        return super().eval()
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self[1].parameters(recurse)
+
+
+def test_inside_another_module_it_loads_as_the_original(proven: Proven) -> None:
+    model, x = Saving(nn.Linear(6, 3), nn.Linear(3, 3)).eval(), torch.randn(4, 6)
+    model.loaded = []
+    around = nn.Sequential(proven(model, x).module)
+    hooked: list[str] = []
+    around[0].register_load_state_dict_post_hook(lambda module, keys: hooked.append("loaded"))
+    around[0].register_state_dict_post_hook(lambda module, state, *_: hooked.append("saved"))
+    state = around.state_dict() | {"0.older": torch.ones(1)}
+    around.load_state_dict(state)
+    assert model.loaded == [1]
+    assert hooked == ["saved", "loaded"]
+    with torch.no_grad():
+        assert torch.equal(around(x), model(x))
+    assert not around[0].unproven
+
+
+def test_methods_that_the_original_has_in_place_of_pytorchs_are_its_own(proven: Proven) -> None:
+    model = Saving(nn.Linear(6, 3), nn.Linear(3, 3)).eval()
+    module = proven(model, torch.randn(4, 6)).module
+    del model.evaluated
+    assert module.eval() is module
+    assert model.evaluated
+    assert list(map(id, module.parameters())) == list(map(id, model[1].parameters()))

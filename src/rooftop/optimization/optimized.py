@@ -29,6 +29,12 @@ PLAN_VERSION = 1
 LEAST_BYTES = 1_000_000
 """Changes of memory below this size are not printed."""
 OF_CONTAINERS = ("__len__", "__getitem__", "__iter__", "__contains__")
+HOOKS_OF_STATE = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 MARKS = ("_is_torch_compile", "__overloads__")
 """Attributes that PyTorch adds to a module when it is compiled or scripted."""
 VERSION = operator.attrgetter("_version")
@@ -177,17 +183,20 @@ class OptimizedModule(nn.Module):
     """
 
     def __new__(cls, original: nn.Module, *args: Any) -> OptimizedModule:
-        """Create an object whose class has the original's special methods of containers, such as `__len__`, because
-        Python looks up special methods in the class.
+        """Create an object whose class has two kinds of the original's methods: special methods of containers, such as
+        `__len__`, because Python looks them up in the class; and methods that the original has in place of those of
+        `nn.Module`, such as its own `parameters`.
         """
         names = [name for name in OF_CONTAINERS if hasattr(type(original), name)]
+        names += [name for name in PUBLIC if getattr(type(original), name) is not getattr(nn.Module, name)]
         kind = type(cls.__name__, (cls,), {name: _of_original(name) for name in names}) if names else cls
         return super().__new__(kind)
 
     def __init__(self, original: nn.Module, candidate: Candidate, proven: list[Arguments]) -> None:
         super().__init__()
         self.__dict__["_own"] = _State(original, candidate, {key_of(given) for given in proven})
-        for register in REGISTERS:  # shares the original's dicts, so that tracers find its submodules under their names
+        # shares the original's dicts, so that tracers find its submodules under their names, and its hooks run
+        for register in (*REGISTERS, *HOOKS_OF_STATE):
             self.__dict__[register] = vars(original)[register]
 
     @property
@@ -280,6 +289,10 @@ class OptimizedModule(nn.Module):
             self.stop("because its weights were replaced: optimize it again")
         return self.original.load_state_dict(*args, **kwargs)
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load as the original does, if `load_state_dict` of a module around this one calls."""
+        self.original._load_from_state_dict(*args, **kwargs)
+
     def train(self, mode: bool = True) -> OptimizedModule:
         self.original.train(mode)
         return self
@@ -302,12 +315,23 @@ class OptimizedModule(nn.Module):
 
 
 def _of_original(name: str) -> Callable[..., Any]:
-    """A special method that calls the original's method of the same name."""
+    """A method that calls the original's method of the same name, and returns the optimized module instead of the
+    original.
+    """
 
-    def method(self: OptimizedModule, *args: Any) -> Any:
-        return getattr(type(self.original), name)(self.original, *args)
+    def method(self: OptimizedModule, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(type(self.original), name)(self.original, *args, **kwargs)
+        return self if result is self.original else result
 
     return method
+
+
+PUBLIC = [
+    name
+    for name, method in vars(nn.Module).items()
+    if callable(method) and name[0] != "_" and name not in vars(OptimizedModule)
+]
+"""Methods of `nn.Module`, such as `parameters`, that `OptimizedModule` does not define itself."""
 
 
 @dataclass
