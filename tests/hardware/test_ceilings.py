@@ -316,3 +316,20 @@ def test_no_elementwise_kernel_is_above_the_ceiling_right_after_its_input_was_wr
     for (moved, _), calls in zip(work, kernel_times(variants, torch.device("cuda")), strict=True):
         roof_ms = max(1e3 * moved / ceilings.rate(moved), ceilings.kernel_floor_ms)
         assert min(map(sum, calls)) >= roof_ms / 1.03
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kernel_floor_ms": None}, {"launch_eager_ms": "x"}, {"links": {"a": [1]}}, {"transfers": None}, {"flops": 3}],
+)
+def test_figures_that_are_no_numbers_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"expected a finite number|AttributeError"):
+        Ceilings.from_dict({**ceilings_of("h100").to_dict(), **change})
+
+
+@pytest.mark.parametrize("figure", [float("nan"), 10**400, True])
+def test_figures_that_are_not_finite_are_refused(figure: object) -> None:
+    plain = ceilings_of("h100").to_dict()
+    plain["memory"][0]["read"] = figure
+    with pytest.raises(ValueError, match=r"expected a finite number|OverflowError"):
+        Ceilings.from_dict(plain)

@@ -106,7 +106,7 @@ class Report(ReportContents):
             values["ranks"] = Ranks.from_dict(plain["ranks"]) if plain.get("ranks") else None
             values["predicted"] = bool(plain.get("predicted", False))
             return cls(**values, peak_bytes=plain["memory"]["peak_bytes"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"damaged rooftop report: {type(error).__name__} {error}") from error
 
     def to_json(self, path: str | os.PathLike[str]) -> None:

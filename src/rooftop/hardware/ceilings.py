@@ -7,17 +7,18 @@ a ceiling, the ceiling was measured too low, and the operator raises it.
 from __future__ import annotations
 
 import json
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, astuple, dataclass, field, fields, replace
 from functools import cached_property
 from importlib import resources
 from itertools import accumulate
 from typing import Any
 
 from rooftop.errors import CeilingsFileError
-from rooftop.hardware.figures import PRECISIONS, Raise, memory_figure, part_in_words
+from rooftop.hardware.figures import KINDS, LAUNCHES, PRECISIONS, Raise, memory_figure, part_in_words
 from rooftop.user_paths import user_path
 from rooftop.whole_files import write_whole
 from rooftop.words import did_you_mean, utc_now
@@ -260,9 +261,16 @@ class Ceilings:
             values["raises"] = tuple(Raise(**each) for each in plain.get("raises", ()))
             rates = [point.best_in_place for point in values["memory"]] + list(plain["flops"].values())
             rates += [float(rate) for rate in values.get("pulse", {}).values()]
+            figures = [
+                *(plain[name] for name in LAUNCHES),
+                *(rate for each in values["memory"] for rate in astuple(each)),
+            ]
+            figures += [rate for kind in KINDS for rate in values.get(kind, {}).values()]
+            if wrong := [figure for figure in figures if not _is_number(figure)]:
+                raise ValueError(f"a figure in the ceilings is {wrong[0]!r}, expected a finite number")
             if not all(rate > 0 for rate in rates) or not any(point.measured() for point in values["memory"]):
                 raise ValueError("a rate in the ceilings is missing or not positive")
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return cls(**values)
 
@@ -306,6 +314,10 @@ def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple
 
 # Working sets of at least this many times the largest cache count as DRAM: at most an eighth of them is in the cache.
 BEYOND = 8
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _positive(value: float) -> float:

@@ -22,6 +22,7 @@ DISTURBED_SPREAD = 0.10
 """Two samples do not confirm each other if they differ by more than this share of the larger sample."""
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
+KINDS = ("flops", "sustained", "pulse", "transfers", "links")  # the first words of figures whose names have two words
 LAUNCHES = ("kernel_floor_ms", "launch_eager_ms", "launch_graph_ms")
 PATTERNS = ("read", "write", "copy", "triad", "cast", "update", "raised", "raised_in_place")
 """Last words of the names of bandwidth figures. The first six are access patterns; "raised" and "raised_in_place" are

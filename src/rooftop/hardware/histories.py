@@ -17,6 +17,7 @@ from rooftop.hardware.ceilings import FORMAT, Ceilings, MemoryPoint, levels_of
 from rooftop.hardware.conditions import busy
 from rooftop.hardware.figures import (
     DISTURBED_SPREAD,
+    KINDS,
     LAUNCHES,
     PATTERNS,
     Raise,
@@ -32,7 +33,6 @@ from rooftop.hardware.figures import (
 MOST_MEASUREMENTS = 20
 """How many measurements of a machine are kept, in addition to the measurements with the best value of a figure."""
 
-KINDS = ("flops", "sustained", "pulse", "transfers", "links")  # the first words of figures whose names have two words
 LOWER_BY = 0.03
 """A figure that is less than this share below its best value counts as unchanged."""
 
