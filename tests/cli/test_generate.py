@@ -207,9 +207,9 @@ def test_up_to_the_last_position_of_the_model(run: Run, folder: Path) -> None:
         ),
         (["--weights", "{folder}", "--bytes", "--prompt", ""], "prompt 2 has no tokens"),
         (["--weights", "{folder}", "--bytes", "--prompt", "a\udc80"], "prompt 2 is not text in UTF-8"),
-        (["--weights", "{folder}", "--bytes", "--temperature", "nan"], "temperature must be 0 (the most probable"),
+        (["--weights", "{folder}", "--bytes", "--temperature", "nan"], "'nan' is not a number"),
         (["--weights", "{folder}", "--bytes", "--temperature", "inf"], "temperature must be 0 (the most probable"),
-        (["--weights", "{folder}", "--bytes", "--temperature", "1", "--top-p", "nan"], "top_p must be more than 0"),
+        (["--weights", "{folder}", "--bytes", "--temperature", "1", "--top-p", "nan"], "'nan' is not a number"),
         (["--weights", "{folder}", "--bytes", "--json", "no/text.json"], "there is no folder no"),
     ],
 )

@@ -58,3 +58,13 @@ def test_flags_and_lists_may_be_given_again(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "True ('a', 'b') 2 1\n"
     with pytest.raises(click.UsageError, match="--uno was given 2 times"):
         say.main(["--one", "1", "--uno=2"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(("words", "found"), COMMANDS, ids=[" ".join(words) for words, _ in COMMANDS])
+def test_no_option_with_limits_takes_nan(
+    words: list[str], found: click.Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in found.params:
+        if isinstance(option.type, click.FloatRange):
+            assert main([*words, option.opts[-1], "nan"]) == 2
+            assert "'nan' is not a number" in capsys.readouterr().err

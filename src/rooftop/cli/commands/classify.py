@@ -6,6 +6,7 @@ import click
 
 from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.commands.trained_model_options import (
     batch_size_option,
     device_option,
@@ -50,7 +51,7 @@ Weights are downloaded once, to torchvision's folder. To use a mirror, set ROOFT
 )
 @click.option(
     "--every",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=1.0,
     show_default=True,
     metavar="SECONDS",

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.outputs import json_option
 
 EXAMPLES = """\b
@@ -61,7 +62,7 @@ What to do if a stage is the slowest:
 @click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: the GPU if there is one]")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0.05, max=600),
+    type=NumberRange(min=0.05, max=600),
     default=1.0,
     show_default=True,
     help="Duration of the measurement of each stage.",

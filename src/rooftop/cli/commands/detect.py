@@ -8,6 +8,7 @@ import click
 
 from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.commands.trained_model_options import (
     batch_size_option,
     device_option,
@@ -41,7 +42,7 @@ Examples:
 @seed_option
 @click.option(
     "--threshold",
-    type=click.FloatRange(0, 1),
+    type=NumberRange(0, 1),
     default=0.7,
     show_default=True,
     help="Show only objects with at least this score.",

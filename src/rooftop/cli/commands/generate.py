@@ -8,6 +8,7 @@ import click
 
 from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.commands.trained_model_options import device_option, dtype_option, seed_option
 from rooftop.cli.outputs import json_option
 
@@ -66,7 +67,7 @@ under 30 s; --no-roof skips this measurement.
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=0.0,
     metavar="T",
     help="Sampling temperature. At 1, tokens are drawn from the model's distribution; lower values favour probable "
@@ -80,7 +81,7 @@ under 30 s; --no-roof skips this measurement.
 )
 @click.option(
     "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=NumberRange(0, 1, min_open=True),
     default=1.0,
     metavar="P",
     help="Sample from the smallest set of tokens with total probability P (nucleus); needs --temperature above 0.",

@@ -8,6 +8,7 @@ import click
 
 from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.commands.trained_model_options import seed_option
 from rooftop.cli.outputs import json_option
 
@@ -67,7 +68,7 @@ pandas.read_parquet("classes.parquet").
 )
 @click.option(
     "--threshold",
-    type=click.FloatRange(0, 1),
+    type=NumberRange(0, 1),
     default=0.7,
     show_default=True,
     help="For a detector: minimum score of an object.",
@@ -122,7 +123,7 @@ pandas.read_parquet("classes.parquet").
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     metavar="SECONDS",
     help="Time limit per item; a slower item becomes a row with an error.  [default: none]",
 )

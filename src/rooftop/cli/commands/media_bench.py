@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.commands.video_options import resize_option
 from rooftop.cli.outputs import json_option
 
@@ -51,7 +52,7 @@ class _Streams(click.ParamType[tuple[int, ...]]):
 @resize_option
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0.1, max=600),
+    type=NumberRange(min=0.1, max=600),
     default=3.0,
     show_default=True,
     help="Seconds to measure each device with each number of streams.",

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.commands.video_options import device_option, end_option, resize_option, start_option
 
 EXAMPLES = """\b
@@ -28,7 +29,7 @@ Examples:
 @resize_option
 @click.option(
     "--fps",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     help="Make the frame rate constant: show the current frame at each tick.",
 )
 @start_option

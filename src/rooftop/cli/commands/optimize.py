@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.commands.target_options import device_option, dtype_option, input_option
 from rooftop.cli.outputs import json_option
 
@@ -44,14 +45,14 @@ Examples:
 @click.option("--exact", is_flag=True, help="Keep only changes with bit-identical results.")
 @click.option(
     "--min-gain",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=NumberRange(0, 1, max_open=True),
     default=0.02,
     show_default=True,
     help="Minimum gain of a change, as a fraction of the step. Half of this gain is enough if a gain was predicted.",
 )
 @click.option(
     "--budget",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     default=60.0,
     show_default=True,
     metavar="SECONDS",

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.outputs import json_option
 
 
@@ -21,7 +22,7 @@ from rooftop.cli.outputs import json_option
     "vertex. flat: one normal per face.",
 )  # fmt: skip
 @click.option(
-    "--precision", type=click.FloatRange(min=0, min_open=True), metavar="LENGTH",
+    "--precision", type=NumberRange(min=0, min_open=True), metavar="LENGTH",
     help="Round positions to a grid of at most this spacing, in the mesh's units.  [default: 1/64 of the mean edge, or "
     "1/16384 of the mesh's extent if that is finer; even finer if faces would have no area on that grid]",
 )  # fmt: skip

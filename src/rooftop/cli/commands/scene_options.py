@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rooftop.cli.byte_sizes import byte_size
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.scene_cameras import numbers
 
 files_argument = click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
@@ -24,7 +25,7 @@ instances_option = click.option(
 )
 pixel_error_option = click.option(
     "--pixel-error",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=1.0,
     show_default=True,
     metavar="PIXELS",

@@ -13,6 +13,7 @@ import click
 
 from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.commands.train_task import GROUP_EXAMPLES, Tasks
 
 DATA, VALID_DATA = "--data-path", "--valid-data-path"
@@ -66,7 +67,7 @@ was saved.
 """
 
 size = partial(click.option, type=click.IntRange(min=1), metavar="N")
-rate = partial(click.option, type=click.FloatRange(min=0), metavar="X", show_default=True)
+rate = partial(click.option, type=NumberRange(min=0), metavar="X", show_default=True)
 number = partial(click.option, type=click.IntRange(0, 2**64 - 1), metavar="N", show_default=True)
 path = partial(click.option, type=click.Path(path_type=Path))
 choice = {
@@ -305,7 +306,7 @@ def command() -> None:
 @path("--tensorboard-dir", metavar="DIR", help="Write event files for TensorBoard, which needs the extra `train`.")
 @click.option(
     "--distributed-timeout-minutes",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     metavar="X",
     default=10.0,
     show_default=True,

@@ -11,6 +11,7 @@ import click
 
 from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.number_ranges import NumberRange
 from rooftop.cli.repeated_options import refuse_repeated_options
 from rooftop.words import did_you_mean
 
@@ -196,7 +197,7 @@ def _options(data: str) -> list[Callable[[Any], Any]]:
         ),
         click.option(
             "--epochs",
-            type=click.FloatRange(min=0, min_open=True),
+            type=NumberRange(min=0, min_open=True),
             metavar="X",
             help="Number of passes over the training data (run.epochs).",
         ),

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from rooftop.cli.commands.number_ranges import NumberRange
+
 
 class SizeType(click.ParamType[tuple[int, int]]):
     """Parse WIDTHxHEIGHT in pixels; return (height, width)."""
@@ -38,13 +40,13 @@ device_option = click.option(
 )
 start_option = click.option(
     "--start",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     metavar="SECONDS",
     help="Start with the first frame at or after this time.",
 )
 end_option = click.option(
     "--end",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     metavar="SECONDS",
     help="End before the first frame at or after this time.",
 )
