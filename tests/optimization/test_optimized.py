@@ -481,3 +481,26 @@ def test_methods_that_the_original_has_in_place_of_pytorchs_are_its_own(proven: 
     assert module.eval() is module
     assert model.evaluated
     assert list(map(id, module.parameters())) == list(map(id, model[1].parameters()))
+
+
+def test_the_order_of_keyword_arguments_does_not_matter(proven: Proven) -> None:
+    class Sum(nn.Linear):
+        def forward(self, one: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(one - other)
+
+    model, x, y = Sum(6, 3).eval(), torch.randn(4, 6), torch.randn(4, 6)
+    module = proven(model, other=y, one=x).module
+    with torch.no_grad():
+        assert torch.equal(module(one=x, other=y), model(x, y))
+        assert not module.unproven
+        with pytest.warns(RuntimeWarning, match="give the same arguments by position and by name as in the call"):
+            assert torch.equal(module(x, y), model(x, y))
+
+
+def test_parts_of_a_container_can_be_replaced(proven: Proven) -> None:
+    model, found, x = convolved(proven)
+    found.module[0] = nn.Conv2d(3, 4, 5)
+    del found.module[2]
+    assert len(model) == 2
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="or modules was replaced"):
+        assert torch.equal(found.module(x), model(x))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import rooftop
 from rooftop.optimization import Optimized
+from rooftop.optimization.requirements import check_shapes
 from rooftop.rewrites import Candidate, Rule
 
 Proven = Callable[..., Optimized]
@@ -175,3 +177,10 @@ def test_a_plan_is_not_applied_in_another_mode(proven: Proven) -> None:
 
     found = proven(linear().train(), X, train=True, rule=Infers())
     assert (found.changes[0].verdict, found.changes[0].reason) == ("refused", "not for training")
+
+
+def test_sizes_may_be_integers_of_numpy() -> None:
+    assert check_shapes([[2, 3], (np.int64(1), np.int32(3))]) == [(2, 3), (1, 3)]
+    for wrong in ((True, 3), (np.float64(1), 3), (np.int64(-1), 3)):
+        with pytest.raises(ValueError, match="must be a shape such as"):
+            check_shapes([wrong])

@@ -215,12 +215,20 @@ def of_shape(given: Arguments, shape: Sequence[int], generator: torch.Generator)
 
 
 def key_of(given: Arguments) -> Any:
-    """The key of a call. A proof for one call holds for all calls with the same key; strides may differ.
+    """The key of a call. A proof for one call holds for all calls with the same key; strides, and the order of keyword
+    arguments, may differ.
 
     Raises:
         TypeError: an argument is not a tensor, number, string or structure of them, or a tensor is float8.
     """
-    return signature(given, _kind)[0]
+    args, kwargs = given
+    return signature((args, dict(sorted(kwargs.items()))), _kind)[0]
+
+
+def names_of(key: Any) -> tuple[int, tuple[str, ...]]:
+    """(number of positional arguments, names of keyword arguments) of the calls with this key."""
+    _, (_, *args), (_, *kwargs) = key
+    return len(args), tuple(name for name, _ in kwargs)
 
 
 def without_shapes(key: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rooftop.nn.contents import OWN, REGISTERS, Contents
 from rooftop.optimization import draws
-from rooftop.optimization.draws import Arguments, in_words, key_of, without_shapes
+from rooftop.optimization.draws import Arguments, in_words, key_of, names_of, without_shapes
 from rooftop.rewrites.candidates import Candidate
 from rooftop.rewrites.splitting import OtherPathError
 from rooftop.user_paths import user_path
@@ -28,7 +28,7 @@ from rooftop.words import first_line
 PLAN_VERSION = 1
 LEAST_BYTES = 1_000_000
 """Changes of memory below this size are not printed."""
-OF_CONTAINERS = ("__len__", "__getitem__", "__iter__", "__contains__")
+OF_CONTAINERS = ("__len__", "__getitem__", "__iter__", "__contains__", "__setitem__", "__delitem__")
 HOOKS_OF_STATE = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
@@ -417,6 +417,8 @@ class _State:
     def _remedy(self, given: Arguments) -> str:
         if without_shapes(key_of(given)) in map(without_shapes, self.proven):
             return "pass shapes=[...] to optimize"
+        if names_of(key_of(given)) not in map(names_of, self.proven):
+            return "give the same arguments by position and by name as in the call of optimize"
         return "a dtype, a device, requires_grad or another argument differs: optimize again with such arguments"
 
     def why_not(self, given: Arguments) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def check_shapes(shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     found: dict[tuple[int, ...], None] = {}
     for shape in shapes:
         sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else None
-        if sizes is None or any(type(size) is not int or size < 0 for size in sizes):
+        if sizes is None or any(isinstance(n, bool) or not isinstance(n, Integral) or n < 0 for n in sizes):
             raise ValueError(f"optimize: each of shapes must be a shape such as (1, 3, 224, 224), got {shape!r}")
-        found[sizes] = None
+        found[tuple(map(int, sizes))] = None  # NumPy's integers also count
     return list(found)
