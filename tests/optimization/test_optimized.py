@@ -504,3 +504,24 @@ def test_parts_of_a_container_can_be_replaced(proven: Proven) -> None:
     assert len(model) == 2
     with torch.no_grad(), pytest.warns(RuntimeWarning, match="or modules was replaced"):
         assert torch.equal(found.module(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(lambda own: torch.optim.AdamW(own, fused=True), id="fused"),
+        pytest.param(lambda own: torch.optim.SGD(own, 0.1, fused=True), id="fused SGD"),
+        pytest.param(lambda own: torch.optim.SGD(own, 0.1), id="SGD"),
+    ],
+)
+def test_a_fused_step_changes_weights_that_a_rule_used(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model, module, calls = made(frozen=True)
+    stepping = optimizer(model.parameters())
+    with torch.no_grad():
+        stepping.step()  # without gradients, it changes nothing
+        assert ran(module, calls) == "faster"
+    model[0](X).sum().backward()
+    stepping.step()
+    with torch.no_grad():
+        assert "its weights were changed" in ran(module, calls)
+        assert torch.equal(module(X), model(X))

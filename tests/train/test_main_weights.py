@@ -343,3 +343,18 @@ def test_a_copy_of_weights_knows_what_is_written_to_it() -> None:
     again.adopt()
     assert again.named["weight"].unique().tolist() == [3.0]
     assert 3.0 not in weights.named["weight"]
+
+
+def test_a_fused_step_counts_as_written() -> None:
+    model = nn.Linear(2, 1)
+    weights = MainWeights(model, torch.bfloat16)
+    main = weights.named["weight"]
+    optimizer = torch.optim.SGD(weights.named.values(), lr=0.5, fused=True)
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    before = main.detach().clone()
+    optimizer.step()
+    weights.adopt()
+    assert torch.equal(main, before - 0.5)
+    own = weights.model_has(main)
+    assert own is not None
+    assert torch.equal(own, main.to(torch.bfloat16))

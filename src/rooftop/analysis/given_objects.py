@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftop.analysis import held_objects
 from rooftop.analysis.held_objects import Container, Held
+from rooftop.nn.fused_steps import notice_fused_steps
 from rooftop.words import first_line
 
 SMALL_BYTES = 4096  # maximum size of a tensor that is restored before each run
@@ -162,6 +163,8 @@ class _State:
         self.trains = False
         weights = () if isinstance(target, nn.Module) else (t for t in held.tensors if t.requires_grad and t.is_leaf)
         self._weights = [(weight, weight._version) for weight in weights if not weight.is_inference()]
+        if self._weights:
+            notice_fused_steps()
         self._after_first: list[Container] | None = None
 
     def _held(self) -> Held:

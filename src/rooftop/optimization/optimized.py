@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rooftop.nn.contents import OWN, REGISTERS, Contents
+from rooftop.nn.fused_steps import notice_fused_steps
 from rooftop.optimization import draws
 from rooftop.optimization.draws import Arguments, in_words, key_of, names_of, without_shapes
 from rooftop.rewrites.candidates import Candidate
@@ -345,6 +346,8 @@ class _State:
     unproven: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        if self.candidate.frozen:
+            notice_fused_steps()
         contents = Contents.of(self.original)
         self.tensors = list(contents.tensors.values())
         self.strided = [tensor for tensor in self.tensors if tensor.layout == torch.strided]

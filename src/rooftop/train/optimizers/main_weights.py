@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftop.nn.fused_steps import notice_fused_steps
 from rooftop.parallel import ModelGradients
 from rooftop.parallel.weight_places import WeightPlaces
 
@@ -50,6 +51,7 @@ class MainWeights:
         self._model_has: dict[Tensor, nn.Parameter] = {}
         if not self.narrow:
             return
+        notice_fused_steps()
         self.named = {
             name: nn.Parameter(parameter.detach().clone(), parameter.requires_grad) for name, parameter in own.items()
         }

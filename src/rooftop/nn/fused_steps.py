@@ -1,0 +1,32 @@
+"""Raise the version counters of parameters that fused steps of PyTorch's optimizers change.
+
+PyTorch raises a tensor's version counter at each change, but its fused steps change parameters without raising it
+(PyTorch 2.13, on CPUs and GPUs). Code that compares version counters would then take the parameters for unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+@functools.cache
+def notice_fused_steps() -> None:
+    """From now on, each fused step of PyTorch's optimizers in this process raises the version counters of the
+    parameters that it changes."""
+    register_optimizer_step_post_hook(_raise_versions)
+
+
+def _raise_versions(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise the version counters of the parameters with a gradient in fused groups. A step that is not PyTorch's own,
+    such as that of `rooftop.train.AdamW`, raises them itself.
+    """
+    if torch.compiler.is_compiling() or not type(optimizer).step.__module__.startswith("torch.optim."):
+        return
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    changed = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+    if changed:
+        torch.autograd.graph.increment_version(changed)

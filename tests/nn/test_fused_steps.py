@@ -1,0 +1,52 @@
+"""Fused steps raise the version counters of exactly the parameters that they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rooftop.nn.fused_steps import notice_fused_steps
+from rooftop.train import AdamW
+
+
+class Inheriting(torch.optim.SGD):
+    """An optimizer that has PyTorch's step."""
+
+
+class Stepping(torch.optim.SGD):
+    """An optimizer with its own step."""
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["params"][0].grad.zero_()
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (lambda own: torch.optim.AdamW(own, fused=True), 1),
+        (lambda own: torch.optim.Adagrad(own, fused=True), 1),
+        (lambda own: Inheriting(own, 0.1, fused=True), 1),
+        (lambda own: torch.optim.SGD(own, 0.1), 1),
+        (lambda own: torch.optim.SGD([{"params": own[:1], "fused": True}, {"params": own[1:]}], 0.1), 1),
+        (lambda own: Stepping(own, 0.1, fused=True), 0),
+    ],
+)
+def test_a_step_raises_the_version_of_each_parameter_that_it_changes(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], changes: int
+) -> None:
+    notice_fused_steps()
+    own = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = make(own)
+    for parameter in own[:2]:
+        parameter.grad = torch.ones(4)
+    before = [parameter._version for parameter in own]
+    optimizer.step()
+    assert [p._version - version for p, version in zip(own, before, strict=True)] == [changes, changes, 0]
+
+
+def test_the_step_of_our_adamw_is_its_own() -> None:
+    assert not AdamW.step.__module__.startswith("torch.")
