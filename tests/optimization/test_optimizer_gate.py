@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rooftop.optimization.accuracy import RefusedError
 from rooftop.optimization.optimizer_gate import check_steps, parameters_after
-from rooftop.rewrites.optimizer_rules import fused
+from rooftop.rewrites.optimizer_rules import fused, not_fusable
 
 BETAS = 0.9, 0.999
 
@@ -123,3 +123,10 @@ def test_gradients_have_the_strides_of_their_parameters() -> None:
     model = torch.nn.Conv2d(16, 8, 3).to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     check_steps(fused(optimizer), optimizer)
+
+
+def test_fused_sgd_is_refused_for_narrow_parameters_on_a_cpu() -> None:
+    for dtype, refused in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
+        why = not_fusable(torch.optim.SGD(nn.Linear(2, 2, dtype=dtype).parameters(), 0.1))
+        assert (why is not None and "half precision on a CPU" in why) == refused
+    assert not_fusable(torch.optim.AdamW(nn.Linear(2, 2, dtype=torch.bfloat16).parameters())) is None

@@ -1,15 +1,20 @@
-"""Raise the version counters of parameters that fused steps of PyTorch's optimizers change.
+"""Two faults of the fused steps of PyTorch's optimizers: version counters, and narrow parameters on CPUs.
 
 PyTorch raises a tensor's version counter at each change, but its fused steps change parameters without raising it
 (PyTorch 2.13, on CPUs and GPUs). Code that compares version counters would then take the parameters for unchanged.
+
+On CPUs, the fused step of SGD leaves parameters in float16 and bfloat16 as they are, if they have 16 elements or more
+(PyTorch 2.13, with AVX-512).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
@@ -30,3 +35,9 @@ def _raise_versions(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
     changed = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
     if changed:
         torch.autograd.graph.increment_version(changed)
+
+
+def skips_parameters(kind: type[torch.optim.Optimizer], parameters: Iterable[Tensor]) -> bool:
+    """Whether the fused step of this class of optimizers would leave some of the parameters as they are."""
+    narrow = any(each.device.type == "cpu" and each.dtype in (torch.float16, torch.bfloat16) for each in parameters)
+    return narrow and issubclass(kind, torch.optim.SGD)

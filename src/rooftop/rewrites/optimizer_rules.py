@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftop.nn.fused_steps import skips_parameters
 from rooftop.rewrites.candidates import Candidate, Rule, Times
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -57,6 +58,8 @@ def not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
             return f"it was created with {asked[0]}=True"
         if any(not p.is_floating_point() for p in group["params"]):
             return "it has parameters that are not floating-point"
+        if skips_parameters(type(optimizer), group["params"]):
+            return "PyTorch's fused SGD does not update parameters in half precision on a CPU"
     return None
 
 

@@ -204,3 +204,14 @@ def test_what_cannot_be_optimized() -> None:
         optimizer_of(network(), recipe(momentum=0.0, nesterov=True))
     with pytest.raises(InputError, match=r"no trained matrices in hidden layers.*adamw"):
         optimizer_of(nn.Linear(2, 2), recipe(name="muon"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_updates_narrow_parameters_on_a_cpu(dtype: torch.dtype) -> None:
+    """PyTorch's fused SGD does not."""
+    model = nn.Linear(8, 8).to(dtype)
+    before = model.weight.detach().clone()
+    made = optimizer_of(model, recipe(name="sgd", lr=0.5, weight_decay=0.0))
+    model.weight.grad = torch.ones_like(model.weight)
+    made.step()
+    assert torch.equal(model.weight, before - 0.5)

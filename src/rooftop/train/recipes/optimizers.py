@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rooftop.errors import InputError
+from rooftop.nn.fused_steps import skips_parameters
 from rooftop.train.recipes.muon import MuonAndAdamW
 from rooftop.train.recipes.parameter_groups import parameter_groups
 from rooftop.train.recipes.recipe import Optimizer, Recipe
@@ -34,10 +35,12 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         raise InputError(
             f"no parameter of {type(model).__name__} is left to train: leave some modules out of model.frozen"
         )
-    how = _implementation([parameter for group in groups for parameter in group["params"]])
+    parameters = [parameter for group in groups for parameter in group["params"]]
     if given.name == "sgd":
         check_momentum(given)
+        how = {"foreach": True} if skips_parameters(torch.optim.SGD, parameters) else _implementation(parameters)
         return torch.optim.SGD(groups, lr=given.lr, momentum=given.momentum, nesterov=given.nesterov, **how)
+    how = _implementation(parameters)
     if given.name == "adamw":
         return torch.optim.AdamW(groups, lr=given.lr, betas=given.betas, eps=given.eps, **how)
     return MuonAndAdamW(model, groups, given, how)
