@@ -288,8 +288,8 @@ def _radius(count: int) -> float:
 
 
 def _rank(count: int, share: float) -> int:
-    """The rank, counted from 1, of the value before which the fraction `share` of `count` values in ascending order
-    lies."""
+    """The rank, counted from 1, of a quantile among `count` values in ascending order: the fraction `share` of the
+    values has a lower rank."""
     return min(count, 1 + int(share * count))
 
 

@@ -111,7 +111,7 @@ def _is_divided(module: nn.Module, divides: _Test, inside: bool) -> bool:
 
     Args:
         inside: whether the module is in a chain. If so, chains below the module count only if their name is in
-            `REPEATED`; without such a chain, the module is a block, i.e. part of one layer.
+            `REPEATED`; without such a chain, the module is a block, i.e. one layer.
     """
     if divides(module):
         return True
