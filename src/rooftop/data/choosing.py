@@ -14,7 +14,7 @@ NEAR_LINEAR = 0.75
 faster than threads.
 """
 PROCESSES_GAIN = 0.9
-"""Processes are chosen only if they take less than this fraction of the time of the other ways, because processes need
+"""Processes are chosen only if they take less than this fraction of the time of each other way, because processes need
 memory for copies of each batch and of the program.
 """
 
@@ -93,9 +93,10 @@ class Choice:
 
 
 def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
-    """Return the fastest way. "processes" must take less than `PROCESSES_GAIN` times the time of the others.
+    """Return the fastest way; "processes" only if it takes less than `PROCESSES_GAIN` times as long as each other way.
 
-    If workers can make batches while a device computes, "here" is chosen only if it takes at most `QUICK_S` per batch.
+    "here" is always chosen if it takes at most `QUICK_S` per batch. Otherwise, if workers can make batches while a
+    device computes (`overlaps`), "here" is chosen only if no other way was timed.
     """
     here = seconds.get("here", float("inf"))
     if here <= QUICK_S:

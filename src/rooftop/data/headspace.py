@@ -41,7 +41,7 @@ STAGES = {
 """The stages of the pipeline in order, with descriptions."""
 OF_WORKERS = ("disk", "decode", "augment", "sample")
 ENDLESS = 1 << 40  # epochs
-KEPT = 64  # number of samples whose content is kept in memory
+KEPT = 64  # number of samples to measure with, except for "disk"; their contents and decoded forms stay in memory
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _generator(index: int) -> np.random.Generator:
 
 
 def _rate(work: Callable[[int], object], indices: Sequence[int], workers: int, seconds: float) -> float:
-    """Measure calls per second with several threads; each thread uses its own indices."""
+    """Measure how often per second `workers` threads together call `work`; each thread has its own indices."""
     work(indices[0])
     counts, failures = [0] * workers, list[BaseException]()
     until = time.perf_counter() + seconds

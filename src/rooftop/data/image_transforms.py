@@ -32,7 +32,7 @@ from rooftop.words import did_you_mean
 
 ASPECTS = (3 / 4, 4 / 3)  # range of width / height of random crops
 ERASED_PARTS, ERASED_ASPECTS = (0.02, 1 / 3), (0.3, 3.3)
-TRIES = 10  # maximum number of attempts to draw a shape that fits
+TRIES = 10  # maximum number of attempts to draw a crop, or a rectangle to erase, that fits into the image
 MARGIN = 256 / 224  # shorter side of the resized image / side of its central square, in validation, as for ImageNet
 JUDGED_REDUCTION = 2.0  # the decoder shrinks validation images to no less than twice the resized size
 # Images with a higher ratio of sides are cut before resizing. Without the cut, 5000 x 1 pixels took 1 GB and 2 s.

@@ -137,8 +137,8 @@ class Ceilings:
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
         """Best rate by working set, as a pair (out-of-place, in-place). Each item is (sizes, rates). `sizes` are the
-        measured working sets in bytes, ascending. `rates` has one item more: the best rate of all, then for each size
-        the best rate at this or a larger size.
+        measured working sets in bytes, ascending. `rates` has one item more: rates[i + 1] is the best rate at
+        sizes[i] or a larger size; rates[0], for working sets below all sizes, is the best rate of all.
         """
         found = []
         for in_place in (False, True):

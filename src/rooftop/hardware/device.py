@@ -187,7 +187,8 @@ def _cpuinfo() -> dict[str, str]:
 
 @cache
 def _caches() -> dict[str, int]:
-    """Bytes by level ("L1d", "L2", "L3") of one core's cache; empty if the kernel does not report them."""
+    """Bytes by level ("L1d", "L2", "L3") of the caches that core 0 uses; a cache that cores share counts in full. Empty
+    if the kernel does not report them."""
     found = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:

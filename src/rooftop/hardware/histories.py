@@ -245,7 +245,8 @@ def history_of(ceilings: Ceilings) -> History:
 
 
 def _words_of(name: str) -> set[str]:
-    """The names that `Ceilings.disturbed` may contain for the rate or launch time `name`."""
+    """The texts in `Ceilings.disturbed` that mean the figure `name`. For a memory rate: "memory" (all working sets), or
+    "memory" with the size of its working set. For any other figure: only its own name for readers."""
     if part_of(name) == "memory":
         return {"memory", f"memory {size_in_words(int(name.split()[1]))}"}
     return {in_words(name)}

@@ -50,7 +50,7 @@ class LightMode(TorchDispatchMode):
     def __init_subclass__(cls, **options: Any) -> None:
         own = vars(cls).get("__torch_dispatch__")
         super().__init_subclass__(**options)
-        if own is not None and not isinstance(own, classmethod):  # PyTorch refuses a class method
+        if own is not None and not isinstance(own, classmethod):  # a class method raises at the first operator
             cls.__torch_dispatch__ = own  # type: ignore[method-assign]  # in place of PyTorch's wrapper
 
     def __enter__(self) -> Any:

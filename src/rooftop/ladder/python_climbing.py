@@ -214,7 +214,8 @@ def _timed(
     ladder: SpeedLadder, outcomes: list[SpeedOutcome], took: list[float], device: torch.device, seconds: float
 ) -> dict[int, Timing]:
     """Time all rungs with a correct result. Return the timings by the rung's index. Rungs that are timed in the same
-    way (`SpeedRung.clock`) are interleaved. On the host, slow rungs and rungs with a `part` are timed separately.
+    way (`SpeedRung.clock`) are interleaved. On the host there are three such groups: slow
+    rungs, rungs with a `part`, and all others.
     """
     right = {place: rung for place, rung in enumerate(ladder.rungs) if outcomes[place].status == CHECKED}
 

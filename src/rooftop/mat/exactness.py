@@ -181,8 +181,8 @@ def _float32_is_enough(root: MatExpr, nodes: list[MatExpr], bounds: BoundsOf, de
     float32, and storing the rounded value gives the same number as storing the float64 value."""
     narrow = {CV_32F: (CV_32F,), CV_16F: (CV_16F,), CV_16BF: (CV_16BF,)}.get(depth, ())
     rounded: dict[int, bool] = {}
-    # whether all leaves have the target's precision: then a float32 result that is rounded to the target's depth gives
-    # the same stored number as a float64 result
+    # whether all Mats have the target's depth, which also represents all numbers exactly: then a float32 result that is
+    # rounded to this depth gives the same stored number as a float64 result
     leaves_allow = True
     for each in nodes:
         operands = [rounded[id(operand)] for operand in each._operands]

@@ -156,8 +156,8 @@ def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: s
 
 
 def _steps(sizes: Sizes, strides: Sizes, elem_bytes: int, copied: str) -> Sizes:
-    """Check the strides, and return them. The strides of dimensions of size 1 do not matter; they are set as for
-    contiguous elements."""
+    """Check the strides, and return them. The strides of dimensions of size 1 do not matter; each is replaced by
+    the least valid step: the next dimension's step times its size."""
     steps: list[int] = []
     least = elem_bytes
     for axis in range(len(sizes) - 1, -1, -1):

@@ -195,7 +195,9 @@ def _by_numbers(file: Any) -> Iterator[KerasLayer]:
     for kind, _, name, tensors in sorted(found, key=lambda each: each[:2]):
         known = WEIGHTS.get(kind, tuple(map(str, range(len(tensors)))))
         if len(tensors) > len(known) or (kind == "batch_normalization" and len(tensors) != 4):
-            raise WeightsError(f"{name} has {len(tensors)} weights: expected {', '.join(known)}")
+            raise WeightsError(
+                f"{name} has {len(tensors)} weights: expected {', '.join(known)} (only a bias may be missing)"
+            )
         yield KerasLayer(kind, name, dict(zip(known, tensors, strict=False)))
 
 

@@ -151,7 +151,8 @@ class NextFrameNetwork(nn.Module):
         return self.head(last.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
     def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Normalize all frames (N, T, ...) as one batch, in the layers' memory format and without a copy."""
+        """Normalize all frames (N, T, ...) as one batch, without a copy. In memory, T stays before N, as in the results
+        of `ConvLSTM2D`."""
         flat = x.transpose(0, 1).flatten(0, 1)  # (T * N, ...)
         y = norm(flat) if self.data_format == FIRST else norm(flat.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return y.unflatten(0, (x.shape[1], x.shape[0])).transpose(0, 1)

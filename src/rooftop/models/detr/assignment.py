@@ -117,9 +117,9 @@ def _search(
     """Run Dijkstra's search from row `first` to the nearest free column.
 
     Returns:
-        The nearest free column (B,), the distance of this column (B,), the distances of all columns found so far
-        (B, C; inf if not reached), the row from which each column was reached (B, C), and whether each column was
-        settled (B, C).
+        The nearest free column (B,), its distance from the row (B,), the shortest distance found to each column (B, C;
+        inf if not reached), the row from which each column was reached (B, C), and whether its distance is final
+        (B, C).
     """
     batch, _, columns = cost.shape
     numbers = torch.arange(columns, device=cost.device)

@@ -285,7 +285,7 @@ class Generation:
     def _restart_counts(self) -> None:
         self.prompt_tokens, self.prefill_s, self.decode_s = 0, 0.0, 0.0
         self.steps: list[tuple[int, int]] = []
-        self._windowed: list[int] = []  # for each step, the positions that a layer with a window attends to
+        self._windowed: list[int] = []  # for each step, positions that a layer with a window reads, over all rows
 
     # ---- computation -----------------------------------------------------------------------------------------------
 
@@ -403,9 +403,10 @@ class Generation:
     def _captured_step(self) -> Callable[[], None]:
         """Capture a decoding step as a CUDA graph, and return a function that replays the graph.
 
-        The step first runs twice, because lazy initialization must not happen during capture. Then tokens and positions
-        are restored. All ranks must capture and replay, because the graph contains their communication. So the graph
-        must also be freed before their process group; `rooftop.parallel.join` ensures this order.
+        The step first runs twice, because lazy initialization must not happen during capture. After the capture, last
+        tokens and positions get their previous values again. All ranks must capture and replay, because the graph
+        contains their communication. So the graph must also be freed before their process group;
+        `rooftop.parallel.join` ensures this order.
         """
         state = (self._last, self._positions)
         held = [tensor.clone() for tensor in state]

@@ -49,7 +49,8 @@ class OfPieces:
     shard: Shard
 
     def __call__(self, stream: Stream, tensor: Tensor, name: str, box: Boxes | None) -> Tensor:
-        """Fill the tensor piece by piece. `box` is not used, because the shard has the box of each piece."""
+        """Fill the tensor piece by piece. `box` is not used: `shard` says where each piece lies in the whole
+        parameter."""
         tensor.detach().zero_()
         for piece, part in self.shard.parts(tensor.detach()):
             self.rule(stream, part, name, piece.box)

@@ -93,7 +93,7 @@ def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
     pairs = seen * (seen + 1) // 2 + (length - seen) * seen
     attention = 4 * config.query_width * pairs / length
     hidden = config.hidden * (3 if config.activation == "swiglu" else 2)
-    elements = 13 * config.width + hidden  # moved by norms, rotation and activation
+    elements = 13 * config.width + hidden  # per token: read or written by norms, sums, rotation, activation
     slower = next(times for features, times in SLOWER_ATTENTION if config.head_features <= features)
     return 2 * config.layer_weights + slower * attention + FLOPS_OF_BYTE * ELEMENT * elements
 

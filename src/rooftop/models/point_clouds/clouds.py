@@ -289,7 +289,7 @@ def _radius(count: int) -> float:
 
 def _rank(count: int, share: float) -> int:
     """The rank, counted from 1, of a quantile among `count` values in ascending order: the fraction `share` of the
-    values lies below it."""
+    values has a lower rank."""
     return min(count, 1 + int(share * count))
 
 
@@ -318,7 +318,7 @@ def draw(view: View, colours: Tensor, width: int, height: int) -> Image.Image:
 
 
 def _light(depths: Tensor) -> Tensor:
-    """The brightness of each pixel, 0..1, from the logarithms of depths (H, W).
+    """The brightness of each pixel, 0..1. `depths` (H, W) are logarithms of depths.
 
     A pixel is darker the further its neighbours lie in front of it.
     """

@@ -43,7 +43,7 @@ BATCH_BYTES = 64 << 20
 """Number of bytes that are read at a time, rounded up to whole rows and whole blocks. A reader needs this much memory,
 in addition to the memory of the tensor to fill.
 """
-AGAIN = "continue with another step of this folder, or with a copy"
+AGAIN = "use the checkpoint of another step, or a copy of this one"
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class GptTrainer:
         Both tensors are the same on all ranks. Both tensors stay on the device; reading their values waits for the
         device.
         """
-        self.weights.adopt(contents=False)  # the optimizer itself detects changed values
+        self.weights.adopt(contents=False)  # the optimizer's step finds the values written to the model
         size = self.training.micro_batch
         places = [part * size + place for part in self._parts for place in range(size)]
         text = self.batches.read(self.step, places).view(len(self._parts), size, -1)  # (parts, B, S + 1)

@@ -267,7 +267,7 @@ def _with_transforms(
     kind: type[Data], roots: tuple[Path, Path], recipe: Recipe
 ) -> tuple[tuple[Data, Data], tuple[ImageTransform, ImageTransform]]:
     """Open the training data and the validation data from the folders `roots`, and create the image transforms of both.
-    A folder that serves both is listed only once."""
+    If both are the same folder, its files are listed only once."""
     train = kind(roots[0])
     valid = copy.copy(train) if roots[0] == roots[1] else kind(roots[1])
     transforms = _transforms(recipe, _usual_size(train))
