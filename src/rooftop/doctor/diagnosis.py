@@ -108,9 +108,9 @@ def _torch_itself(part: str) -> Finding:
 
 
 def _package(part: str, module: str, package: str, extra: str = "", gpu_only: bool = False) -> Finding | None:
-    """Check that an optional package can be imported, and that its version fits Rooftop's metadata. `extra` is the extra
-    of Rooftop that requires the package; "" if none does, and then any version fits. With `gpu_only`, return None if no
-    GPU is usable.
+    """Check that an optional package can be imported, and that its version fits Rooftop's metadata. `extra` is the
+    extra of Rooftop that requires the package; "" if none does, and then any version fits. With `gpu_only`, return None
+    if no GPU is usable.
     """
     if gpu_only and not gpu_usable():
         return None
