@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short, whole_pixels
 
-# limit of |cx| and |cy|, in pixels: half of GUARD, the pixel coordinate from which on rasterize.py clips triangles
+# limit of |cx| and |cy|, in pixels: half of GUARD, the coordinate beyond which rasterize.py clips triangles
 MOST_ASIDE = 2.0**19
 
 
