@@ -96,7 +96,8 @@ def _plain(value: Any, levels: int = 1) -> Any:
 
 
 def _dtype_of_arrow(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in native byte order, with a unit of time that Arrow has. The values stay the same."""
+    """The dtype to which arrays are converted for Arrow: in native byte order, with a unit of time that Arrow has. The
+    converted values denote the same numbers and times."""
     if dtype.kind in "mM":
         unit, _ = np.datetime_data(dtype)
         unit = (DATE_UNITS if dtype.kind == "M" else DURATION_UNITS).get(unit, unit)

@@ -17,7 +17,8 @@ from rooftop.launch.known_calls import Memory, Step, Zeros
 from rooftop.launch.lessons import ANY, Called, Lesson, Part, Varied
 from rooftop.launch.row_counts import Code, codes_of, value_of
 
-# Values in place of the number of arrival counters, for memory without such counters:
+# Values in place of the number of arrival counters, for memory without such counters. In arrival counters, the programs
+# of a kernel count their arrivals (counters.py).
 ALLOCATED = -1  # the plan allocates the memory
 NOT_ALLOCATED = -2  # an operator of PyTorch allocates the memory, or nothing uses it
 

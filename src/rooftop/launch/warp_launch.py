@@ -88,7 +88,7 @@ class Launches:
 
         Args:
             threads: the number of threads.
-            arguments: whole numbers, and Warp's own values.
+            arguments: ints, and Warp's own arrays, structs and vectors.
         """
         if threads == 0:
             return

@@ -283,7 +283,7 @@ def paged_attention(
     if positions is not None and not is_integer(positions):
         raise TypeError(f"paged_attention: positions must be an int or None, got {positions!r}")
     if isinstance(positions, int) and positions < 0:
-        raise ValueError(f"paged_attention: positions must be 0 or more, got {positions}")
+        raise ValueError(f"paged_attention: positions, a total over all sequences, must be 0 or more, got {positions}")
     if window is not None and not is_integer(window):
         raise TypeError(f"paged_attention: window must be an int or None, got {window!r}")
     if window is not None and window < 1:

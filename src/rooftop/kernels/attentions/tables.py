@@ -34,15 +34,16 @@ class WindowConfig:
 
 # These parameters were chosen by the compiler's report of spilled registers for sm_90, and are not measured yet.
 # Forward does not spill in half precision; for windows of more than 64 positions, a program has 16 query positions.
-# Backward does not spill in half precision without cosine attention. In backward, cosine attention and float32 spill a
-# few hundred bytes a thread with 4, 8 and 16 warps.
+# Backward does not spill in half precision without cosine attention. With cosine attention or with float32, backward
+# spills a few hundred bytes per thread, with 4, 8 and 16 warps.
 WINDOW_FORWARD = (
     WindowConfig(positions=64, features=64, queries=64, warps=4, measured=False),
     WindowConfig(positions=64, features=128, queries=64, warps=8, measured=False),
     WindowConfig(positions=256, features=64, queries=16, warps=4, measured=False),
 )
 WINDOW_BACKWARD = (WindowConfig(positions=64, features=64, queries=64, warps=8, measured=False),)
-WINDOW_PROGRAMS_PER_SM = 4  # in backward; a program adds the gradients of several windows and stores the sum once
+# in backward; a program sums the gradients of bias, padding and cosine scale over several windows, and stores them once
+WINDOW_PROGRAMS_PER_SM = 4
 
 # ---- rotary embeddings ---------------------------------------------------------------------------------------------
 

@@ -294,8 +294,8 @@ def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Pair, padding: Pair,
     dilation: Pair, groups: int, activation: str | None,
 ) -> Prepared:  # fmt: skip
-    """Check the arguments. Return what `cast_beside_residual` returns (x, weight, bias and both residuals), the
-    geometry and the activation's name.
+    """Check the arguments. Return x, weight, bias, the residual that the operator adds, the residual to add after the
+    operator (at least one of both is None; see `cast_beside_residual`), the geometry and the activation's name.
     """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation

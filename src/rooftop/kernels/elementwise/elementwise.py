@@ -388,8 +388,9 @@ class Fused:
         """Compute the function of tensors and numbers.
 
         Returns:
-            A tensor, or a tuple of tensors if the function returns a tuple. Each result has the broadcast shape of the
-            tensors that it depends on, PyTorch's dtype, and the memory layout of the first tensor of that shape.
+            A tensor, or a tuple of tensors if the function returns a tuple. Each result has PyTorch's dtype, and the
+            broadcast shape of the tensors that it depends on. It has the memory layout of the first of these tensors
+            with that shape, and is contiguous if there is none or if that tensor's elements are not dense in memory.
 
         Raises:
             TypeError: the arguments are wrong, or an operation is not defined for a dtype.

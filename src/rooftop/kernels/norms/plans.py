@@ -249,8 +249,9 @@ def _staged_forward(call: Forward, entry: ClusterConfig) -> tuple[Launch, ...] |
 
 
 def _forward_unshifted(call: Forward, group: int, part: Part) -> tuple[Backend, Launch, str]:
-    """Return (back end, launch, reason) for a range of rows that the kernel loads without a shift. If a row fits in a
-    program's registers, a program computes a tile of whole rows. Otherwise it reads each row block by block.
+    """Return (back end, launch, reason) for a range of rows that the kernel loads without a shift (see `parts_of`). If
+    a row fits in a program's registers, a program computes a tile of whole rows. Otherwise it reads each row block by
+    block.
     """
     columns, size = call.columns, call.dtype.itemsize
     narrow = group * size < 16 and columns > 256

@@ -111,8 +111,8 @@ def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: 
 
 
 def _most_chunks(columns: int, dtype: torch.dtype) -> int:
-    """The maximum number of packs that a thread adds up; a pack is the elements of one load (`width_of`). All packs of
-    a thread together have at most `RANK_SUM_CHUNKS[-1]` elements.
+    """The maximum number of packs of a row that a thread holds; a pack is the elements of one load (`width_of`). The
+    thread adds each pack over the ranks. All its packs together have at most `RANK_SUM_CHUNKS[-1]` elements.
     """
     return RANK_SUM_CHUNKS[-1] // width_of(columns, dtype)
 

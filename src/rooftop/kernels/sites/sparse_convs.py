@@ -454,7 +454,9 @@ def _check_shapes(
             f"got {tuple(neighbours.shape)}"
         )
     rows = neighbours.shape[0] if neighbours is not None else row_count(neighbours, order)
-    if type(rows) is Count:  # C++ repeats the call only if the numbers of rows that are equal now are equal again
+    # The plan need not record the comparisons below as conditions, as it would for a `Count`: C++ uses the plan only in
+    # calls in which the same numbers of rows are equal.
+    if type(rows) is Count:
         rows = int(rows)
     for count in (rows, sites):  # one after the other, because max() fails for sizes that depend on data
         if count > MAX_ROWS:

@@ -72,7 +72,8 @@ def _first(groups: int, tensors: int, stages: int, shared_bytes: int) -> Cluster
     return next(iter(fullest(groups, tensors, stages, shared_bytes)), None)
 
 
-ARRIVAL_BYTES = 800  # size of the arrival counters at the beginning of shared memory; 16-byte partial results follow
+# size of the struct `Arrivals` (arrival barriers, sums of warps, indices of rows) at the beginning of shared memory
+ARRIVAL_BYTES = 800
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,9 @@ def _planned(
 
 
 def _shared_bytes(blocks: int, stages: int, tensors: int, part_groups: int) -> int:
-    """Shared memory of a block in bytes: arrival counters, partial results, and the block's parts of `stages` rows."""
+    """Shared memory of a block in bytes: `Arrivals`, two partial results of 16 bytes for each block of the cluster, and
+    the block's parts of `stages` rows.
+    """
     return ARRIVAL_BYTES + GROUP_BYTES * (2 * blocks + stages * tensors * part_groups)
 
 

@@ -247,8 +247,8 @@ def _levels(hierarchy: Hierarchy) -> tuple[LevelCount, ...]:
 
 
 def _meta(mesh: Mesh, hierarchy: Hierarchy, levels: tuple[LevelCount, ...], why: str | None) -> dict[str, Any]:
-    """Build the file's metadata. Lengths are in object units; bounds are relative to the origin. `why` is the reason
-    for several root clusters, or None."""
+    """Build the file's metadata. Lengths are in object units; `bounds` are relative to the mesh's `origin`. `why` is
+    the reason for several root clusters, or None."""
     vertices = mesh.vertices
     step = math.ldexp(1.0, vertices.exponent)
     low, high = column_bounds(vertices.grid)

@@ -52,7 +52,7 @@ def is_flat(document: Document) -> bool:
 
 
 def placed_meshes(document: Document) -> list[PlacedMesh]:
-    """Find the visible meshes of the document's scene, in the order of a walk through the nodes.
+    """Find the visible nodes with a mesh in the document's scene, in the order of a walk through the nodes.
 
     Raises:
         IndexError, KeyError, TypeError, ValueError: the nodes do not form trees, or have impossible values.

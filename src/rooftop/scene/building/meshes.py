@@ -30,7 +30,9 @@ STEPS_PER_EDGE = 64  # least number of grid steps in the mean edge
 STEPS = 1 << 14
 # maximum number of grid steps along an axis; renderers compute in float32, which represents integers up to this exactly
 MOST_STEPS = 1 << 24
-STEPS_PER_SMALL_EDGE = 16  # minimum number of grid steps in an edge of faces that would have no area on a coarser grid
+# least number of grid steps in the shortest edge of a face that would have no area on a coarser grid; 5% of such faces
+# may have fewer
+STEPS_PER_SMALL_EDGE = 16
 NEEDLE = 0.01  # a face may be removed if its height divided by its longest edge is less than this
 UV_STEPS_PER_EDGE = 8  # least number of uv steps in the mean edge; if edges span many texels, UV_STEP requires more
 UV_STEP = 2.0**-13  # largest step of uv: half a texel of a texture 4096 wide

@@ -336,8 +336,8 @@ class Renderer:
             chains.widen(chain, room)
 
     def _load_first(self, pool: Pool, chain: Chain, meshes: Meshes, pixel_error: float) -> None:
-        """Before a new pool's first frame, load all its pages together, including root pages. The trees suffice to find
-        the pages that the frame needs."""
+        """Before a new pool's first frame, load the root pages and all pages that the frame needs, in one go, if they
+        fit into the pool. The trees suffice to find these pages."""
         self._look_ahead(pool, self._chains, chain, meshes, pixel_error)
         target = pool.target()
         if target is not None:

@@ -252,7 +252,8 @@ class Stages:
                 self._launch(base_pass.base_pass, *shared, lights, surfaces, light, texels, threads=threads)
 
     def _has_plain_pixels(self, outputs: Collection[str]) -> bool:
-        """Whether `base_pixels` can write these outputs of a scene without lights and materials."""
+        """Whether `base_pixels` can write these outputs, if the scene has neither lights nor materials. The caller
+        checks the scene."""
         return self.cuda_cpp and self.memory.canvas.same > 0 and set(outputs) <= {*base_pixels.OUTPUTS, "overdraw"}
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:

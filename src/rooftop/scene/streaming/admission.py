@@ -55,7 +55,9 @@ from rooftop.scene.rendering.clusters import (
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 LANES = wp.constant(128)  # threads that divide the clusters and groups of a page among them
-AGAINST = wp.constant(2**16)  # added to a vote against a page; more than the sum of all votes for the page
+# Each thread's vote is 1, or 1 + AGAINST if its part of the page is invalid. AGAINST is more than LANES, so the sum of
+# votes modulo AGAINST is the number of votes.
+AGAINST = wp.constant(2**16)
 PAGE_CLUSTERS, PAGE_LENGTH = wp.constant(layouts.PAGE_CLUSTERS), wp.constant(layouts.PAGE_LENGTH)
 CLUSTER_GROUP, SHORT_HEADS = wp.constant(layouts.CLUSTER_GROUP), wp.constant(layouts.SHORT_HEADS)
 GROUP_FIRST, GROUP_COUNT = wp.constant(layouts.GROUP_FIRST), wp.constant(layouts.GROUP_COUNT)

@@ -110,7 +110,7 @@ def sparse_conv_weight_gradient(
     """Sum gradient[m] features[n]^T over one piece of a tap's pairs (n, m).
 
     If LISTED, `lists` contains the pairs of each tap (2, T, capacity). With BLOCK, `lists` instead contains the blocks
-    (T, capacity) of BLOCK rows of the sorted table. `_pieces` cuts these lists for about `parts` programs. Without
+    (T, capacity) of BLOCK rows of the sorted table. `_pieces` cuts these lists into about `parts` pieces. Without
     LISTED, the rows of the table are cut into `parts` pieces for each tap. WHOLE: there is one part, and `sums` is
     (O, T, C).
     """
@@ -423,7 +423,8 @@ def _pieces(
     counts, capacity, parts,
     TAPS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cut the pairs of T taps into pieces of equal length for `parts` programs. There are at most `parts` + T pieces.
+    """Cut the pairs of T taps into at most `parts` + T pieces, one for each program. All pieces have the same length,
+    except for the last one of each tap, which may be shorter.
 
     Returns the number of each tap's pairs (LANES,), the length of a piece, and the begin and end of each tap's pieces
     among all pieces (LANES,). Pairs beyond a list's capacity are not counted. With BLOCK, `counts` are numbers of
