@@ -201,7 +201,8 @@ class ModuleTracker:
 
     def locate(self) -> tuple[str, str]:
         """(scope, phase) of the operator that is being dispatched now."""
-        if self._running.settle(sys._getframe(1)):  # module calls ended with an exception; no new nodes since
+        # An exception has ended module calls. Nodes that were created since then belong to the code that caught it.
+        if self._running.settle(sys._getframe(1)):
             self._makers.operator(self._outside())
         running = self._running.innermost
         node = torch._C._current_autograd_node()
