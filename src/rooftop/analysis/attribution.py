@@ -201,7 +201,7 @@ class ModuleTracker:
 
     def locate(self) -> tuple[str, str]:
         """(scope, phase) of the operator that is being dispatched now."""
-        # An exception has ended module calls. Nodes that were created since then belong to the code that caught it.
+        # An exception has ended module calls. Nodes created since then belong to the code outside these calls.
         if self._running.settle(sys._getframe(1)):
             self._makers.operator(self._outside())
         running = self._running.innermost

@@ -165,7 +165,7 @@ class SparseConvTensor:
             return self.replace_feature(self.features + other)
         if other.indices is not self.indices:
             raise ValueError(
-                f"{self} + {other} have different indices: add tensors whose `indices` are the same tensor object, or use "
+                f"{self} + {other} have different indices: add tensors that share one tensor `indices`, or use "
                 "rooftop.sparse.functional.sparse_add"
             )
         return self.replace_feature(self.features + other.features)

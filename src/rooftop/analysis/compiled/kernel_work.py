@@ -282,7 +282,7 @@ class _Kernel:
     kernels_of: dict[fx.Node, list[int]]
     begun: set[fx.Node]  # reductions whose first stage an earlier kernel has run
     fills: Mapping[fx.Node, int]  # scatter -> number of the kernel that fills the memory to which the scatter adds
-    # source -> what the kernel reads of the source: whole tensors or views, and numbers of bytes of other tensors
+    # source -> what the kernel reads of it: the tensors that it reads whole, and the bytes that it reads of others
     reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)
 
     def stored(self) -> list[fx.Node]:
@@ -364,8 +364,9 @@ class _Kernel:
         return [v for user in picked if any(self._uses_from_memory(u, node) for u in user.users) for v in _values(user)]
 
     def _needed(self, stored: Iterable[fx.Node], members: set[fx.Node]) -> list[fx.Node]:
-        """The nodes that this kernel really computes: the stored nodes, and the nodes of the group on which they depend,
-        without views. The search stops before reductions that an earlier kernel began."""
+        """The nodes that this kernel really computes: the stored nodes, and the nodes of the group on which they
+        depend. Views, and reductions that an earlier kernel began, are left out; so is what only these reductions
+        need."""
         needed: dict[fx.Node, None] = {}
         waiting = list(stored)
         while waiting:

@@ -52,7 +52,7 @@ class FoundObject:
 
 @dataclass(frozen=True)
 class Detected:
-    """A photograph, its size (width, height) in pixels, and its objects, best score first."""
+    """A photograph's path, its size (width, height) in pixels, and its objects, best score first."""
 
     path: Path
     size: tuple[int, int]
