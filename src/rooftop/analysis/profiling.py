@@ -231,7 +231,7 @@ def _labelled_runs(
     progress: Progress,
 ) -> tuple[list[Labelled], ModuleTracker, PageFaults]:
     """Run labelled steps: `LEAST_LABELLED`, and on a CPU as many more as fit into `LABELLED_S`. Return all labelled
-    steps, and of the last one the tracker and the page faults.
+    steps, the last step's tracker, and the last step's page faults.
 
     A block of plain steps runs after each of the first labelled steps. Plain and labelled steps are compared, so both
     must run under the same conditions.

@@ -241,8 +241,8 @@ class View(NamedTuple):
 
 
 def from_the_side(xyz: Tensor, width: int, height: int) -> View:
-    """Project the cloud in perspective, for a viewer outside and above one end of the cloud (either end). The viewer looks
-    along the cloud's longer side, down at its middle."""
+    """Project the cloud in perspective, for a viewer outside and above one end of the cloud (either end). The viewer
+    looks along the cloud's longer side, down at its middle."""
     centre, along, reach = _extent(xyz)
     forward = torch.cat((along * 0.83, torch.tensor([-0.55])))
     forward = forward / forward.norm()
