@@ -302,8 +302,8 @@ class _Ranks:
                     # let other ranks report first, because a launcher ends all ranks once one rank is gone
                     time.sleep(LINGER_S)
                 at = self.watch.at
-                # True if `end` has raised the error because another rank failed: Python had finished the block here, but
-                # this rank's GPU was still at the places `at`.
+                # True if `end` has raised the error because another rank failed: here, Python had finished the block,
+                # but the GPU was still at the places `at`.
                 of_another = isinstance(error, RankError) and at
                 if not isinstance(error, Exception) or (first == mine and not of_another):
                     setattr(error, FAILURE, first)
