@@ -258,7 +258,8 @@ def _layout(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _is_left(tensor: Tensor) -> bool:
-    """Whether the tensor needs no restoring. Only optimizers change weights, and meta tensors have no values."""
+    """Whether the tensor is never restored: a weight, because only an optimizer's step changes weights, and training is
+    not undone; or a meta tensor, because it has no values."""
     with torch._C.DisableTorchFunctionSubclass():  # a tensor subclass may raise on these attributes
         return isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.device.type == "meta"
 

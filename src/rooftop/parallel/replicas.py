@@ -104,7 +104,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _holding(module: nn.Module) -> dict[str, Any]:
-    """The module's own attributes that hold tensors, modules or bound methods."""
+    """The attributes with tensors, modules or bound methods, besides registered parameters, buffers and submodules."""
     own = vars(module).items()
     return {name: value for name, value in own if name not in OF_EVERY_MODULE and _holds(value)}
 

@@ -96,8 +96,8 @@ def _go_on() -> None:
 
 
 def _as_before() -> None:
-    """In a forked process, such as a DataLoader worker, remove Rooftop's handler of SIGTERM. The signal then ends the
-    forked process as usual, and the parent does not notice."""
+    """In a forked process, such as a DataLoader worker, remove Rooftop's handler of SIGTERM. A SIGTERM to the forked
+    process then ends it as usual, and does not set the parent's `Termination`."""
     for termination in _active:
         signal.set_wakeup_fd(-1)
         if termination.ours:

@@ -85,7 +85,8 @@ pandas.read_parquet("classes.parquet").
     "--stride",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Frames from the start of one clip to the start of the next.  [default: clips do not overlap]",
+    help="Distance between the first frames of consecutive clips, in frames of the video.  [default: clips share no "
+    "frames]",
 )
 @click.option(
     "--point-columns",
@@ -127,7 +128,7 @@ pandas.read_parquet("classes.parquet").
     help="Time limit per item; a slower item becomes a row with an error.  [default: none]",
 )
 @click.option("--retry-errors", is_flag=True, help="Recompute items whose row has an error.")
-@json_option("the figures")
+@json_option("the numbers of rows and errors, the times and the rates")
 @done_by("rooftop.cli.map:run")
 def command() -> None:
     """Call TARGET for every item of INPUTS, on all GPUs or cores, and write each result to Parquet when it is ready.

@@ -76,7 +76,7 @@ VIDEOS = (".mp4", ".mkv", ".mov")  # containers that support H.264
     metavar="FILE",
     help="Picture to write (.png).  [default: the name of the video]",
 )
-@json_option("the figures")
+@json_option("the settings and the error of each frame")
 @done_by("rooftop.cli.predict_video:run")
 def command() -> None:
     """Predict the next frames of a clip with a ConvLSTM, each frame from all earlier frames.

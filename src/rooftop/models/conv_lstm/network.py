@@ -175,7 +175,7 @@ def next_frame_network(**options: Any) -> NextFrameNetwork:
 
 
 def colour_next_frame_network(**options: Any) -> NextFrameNetwork:
-    """The network for colour frames: 759,491 parameters.
+    """The network for colour frames: 759,491 parameters, including 256 running statistics of norms.
 
     The network maps frames (N, T, H, W, 3) in [0, 1] to the next frame, (N, H, W, 3).
 

@@ -126,7 +126,7 @@ def continue_clip(
             to grey.
         real: (R, 3, H, W), the real frames after the context. R may be 0; frames beyond `count` are ignored.
         count: number of frames to predict, at least 1.
-        progress: called with the current activity and the fraction done.
+        progress: called with (text that names the current activity, fraction of the frames that are predicted).
 
     Raises:
         TypeError: frames are not floating point.

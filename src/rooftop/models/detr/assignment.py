@@ -57,7 +57,8 @@ def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
 def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
     """Solve all assignment problems in lockstep on the device of the costs; the host does not wait for the device.
 
-    Arguments and results are the same as for `assign_on_host`.
+    The arguments and the total cost are the same as for `assign_on_host`, and the result has the same form. If several
+    assignments have the lowest cost, the two functions may choose different ones.
     """
     _check(cost, valid)
     cost = _finite(cost)

@@ -129,18 +129,18 @@ class _Sequence:
 class Generation:
     """Iterate over tokens as they are generated: (index of the prompt, token).
 
-    Arguments and errors are the same as for `generate`. Autocast and inference mode have no effect. Each iteration
-    starts again from the prompts and yields the same tokens. A second iteration before the end of the first raises
-    ValueError. Tensor parallel ranks iterate in lockstep: if the loop ends early, it must end after the same token on
-    all ranks.
+    Arguments and errors are the same as for `generate`. The caller's autocast and inference mode do not
+    affect the tokens. Each iteration starts again from the prompts and yields the same tokens. A second iteration
+    before the end of the first raises ValueError. Tensor parallel ranks iterate in lockstep: if the loop ends early, it
+    must end after the same token on all ranks.
 
     Attributes:
         ranks: number of tensor parallel ranks that share the model.
         cache: the paged cache; `cache.bytes` is its memory on this rank.
         prompt_tokens, prefill_s: number of prompt tokens read so far, and the seconds of host time spent on prefill,
             including waits for the device.
-        steps: the decoding steps so far, each as (number of sequences, number of positions that the sequences attended
-            to, summed over the sequences). Layers with a window attend to fewer positions.
+        steps: the decoding steps so far, each as (number of sequences, number of positions that a layer without a
+            window attended to, summed over the sequences).
         decode_s: seconds that the decoding steps took, without the capture of the CUDA graph.
         norm_sums_refused: the reason why decoding steps sum over the ranks with NCCL. "": the steps use one kernel that
             sums and computes the norm (`rooftop.parallel.norm_sums`). None: no step has run on a GPU yet.
@@ -426,8 +426,8 @@ class Generation:
 
 
 def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Divide prompts into groups that are prefilled in one forward pass. Return the indices of each group's prompts,
-    longest prompt first.
+    """Divide prompts into groups that are each prefilled in one forward pass. Return the indices of each group's
+    prompts. Over all groups, the prompts are in order of length, longest first.
 
     Args:
         lengths: number of tokens of each prompt.

@@ -120,7 +120,8 @@ def build_levels(mesh: Mesh, progress: Progress, team: Team, lock_borders: bool 
     Args:
         mesh: the mesh to build from.
         progress: called with (text that names the current activity, fraction of the build that is done).
-        team: the processes that share the work; they have not run yet.
+        team: the processes that share the work. The team must not have run anything yet, because it learns functions
+            here.
         lock_borders: whether the vertices of edges with only one face keep their places in all levels.
     """
     levels = _Levels(mesh, progress, lock_borders)

@@ -87,7 +87,7 @@ class Thinned:
 
 
 class LooseParts:
-    """The loose parts of a group.
+    """The loose parts of a group: the connected parts that lie completely in the group and have no locked vertex.
 
     Args:
         vertices: vertices of the mesh, which has several parts.

@@ -270,7 +270,8 @@ class SavedTensors:
         """Read the data of all tensors, and verify the checksums of all blocks.
 
         Args:
-            progress: called with (text that names the tensor, the fraction done).
+            progress: called after each tensor with (text that names the tensor, fraction of the bytes of all tensors
+                verified so far).
 
         Raises:
             InputError: a block is damaged; the message names its tensor and file.
