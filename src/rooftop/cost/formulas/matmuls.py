@@ -106,7 +106,7 @@ def trilinear(call: Call) -> Cost:
 
 
 def _expanded(tensor: Tensor, dimensions: Sequence[int]) -> tuple[int, ...]:
-    """The tensor's shape, with sizes of 1 inserted at the given dimensions of the result."""
+    """Insert sizes of 1 into the tensor's shape, so that the returned shape has them at the indices `dimensions`."""
     sizes = list(tensor.shape)
     for dimension in sorted(dimensions):
         sizes.insert(dimension, 1)

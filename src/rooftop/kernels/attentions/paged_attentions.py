@@ -270,7 +270,7 @@ def paged_attention(
         (B, H, D), dtype of the queries; scores, softmax and merging are float32 (float64 for float64).
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match, or the scale is not finite. On the CPU, ValueError is also raised
             if a query attends to a page outside the cache, or if a length is negative or exceeds the page table. On a
             GPU, the result of such a sequence is NaN.

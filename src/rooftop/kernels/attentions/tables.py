@@ -98,7 +98,7 @@ def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
 
     With one query head per key head, the kernel adds up products in registers. With several query heads, the kernel
     uses matrix products of 16 rows or more. Float32 matrix products do not use the tensor cores, so with several query
-    heads, float32 uses the smallest tiles of all dtypes.
+    heads, float32 uses the smallest possible tiles: 16 query heads and 16 positions.
     """
     block = max(16, power_of_two(width))
     keys = max(16, min(MOST_KEYS, TILE_BYTES // (block * element_bytes)))

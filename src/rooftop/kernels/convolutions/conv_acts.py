@@ -69,8 +69,9 @@ def conv_act_reference(
 class Kept(NamedTuple):
     """The values that backward needs. `saved` is the activation's result if `of_output`, else the activation's input.
 
-    `saved` is None if there is no activation. `saved` is also None in a traced program, if the activation's gradient
-    needs the activation's input. Backward then computes this input again, and only then are bias and residual kept.
+    `saved` is None if there is no activation. `saved` is also None in a program that torch.jit.trace, torch.export or
+    make_fx traces, if the activation's gradient needs the activation's input. Backward then computes this input again,
+    and only then are bias and residual kept.
     """
 
     x: Tensor
@@ -247,7 +248,7 @@ def conv_act(
         (float64 for float64). Autocast casts the operands as it casts those of `conv2d`.
 
     Raises:
-        TypeError: a tensor is not dense, its dtype does not match, or a size is not an integer.
+        TypeError: a tensor's layout is not `torch.strided`, its dtype does not match, or a size is not an integer.
         ValueError: shapes, sizes or devices do not match, or the activation is unknown.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

@@ -195,7 +195,8 @@ class Boxes:
         base: the tensor that owns the memory.
         shape, strides: sizes and strides of the five dimensions.
         geometry: geometry of the convolution of this image.
-        batch, out: batch size and (lines, pixels) of the convolution's result in these dimensions.
+        batch, out: number of images of the result, and its (lines, pixels of a line). For a pointwise convolution, all
+            pixels of the result count as one line of one image.
     """
 
     base: Tensor

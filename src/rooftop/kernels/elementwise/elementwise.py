@@ -132,8 +132,9 @@ class Kept(NamedTuple):
     summed: dict[int, torch.Size]
 
     def gradients(self, tensors: Sequence[Tensor | None], given: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Compute the gradients of the arguments from the gradients of outputs that all have the same shape. The result
-        maps argument numbers to gradients, each summed to its argument's shape.
+        """Compute the gradients of the arguments from `given`, which maps numbers of outputs to their gradients. All
+        given gradients must have the same shape; the caller adds the results for several shapes. The result maps
+        argument numbers to gradients, each summed to its argument's shape.
         """
         full = next(iter(given.values())).shape
         outputs = tuple([(i, g.dtype) for i, g in given.items()])

@@ -259,7 +259,7 @@ def linear_act(
         `torch.nn.functional.linear`.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match, or the activation is unknown.
         NotImplementedError: forward-mode differentiation.
     """

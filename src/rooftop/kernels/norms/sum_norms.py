@@ -226,8 +226,8 @@ def add_layer_norm(
         the dtype of input, like the results of PyTorch's sums.
 
     Raises:
-        TypeError: a tensor is not dense, a dtype is not floating point, the dtypes of residual and input differ, or eps
-            is not a number.
+        TypeError: a tensor's layout is not `torch.strided`, a dtype is not floating point, the dtypes of residual and
+            input differ, or eps is not a number.
         ValueError: shapes or devices do not match, or eps is not finite.
     """
     eps = finite_number("add_layer_norm", "eps", eps)

@@ -365,7 +365,8 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
         Like x, contiguous.
 
     Raises:
-        TypeError: x is not a dense tensor or its dtype is not supported, or an argument has a wrong type or dtype.
+        TypeError: x's layout is not `torch.strided`, its dtype is not supported, or an argument has a wrong type or
+            dtype.
         ValueError: p, key or step is out of range, box and x differ in their number of elements, or the box needs more
             than four dimensions.
         NotImplementedError: forward-mode differentiation.

@@ -407,7 +407,7 @@ def conv_lstm_sequence(
         in the gates' memory format. Dtypes and arithmetic are those of `conv_lstm_gates`; autocast casts nothing.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match, or the name of an activation is unknown.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

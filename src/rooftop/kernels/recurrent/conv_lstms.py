@@ -301,7 +301,7 @@ def conv_lstm_gates(
         precision, a float32 cell does not lose accuracy over many steps.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match, or the name of an activation is unknown.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

@@ -193,7 +193,7 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
         Floating point sums accumulate in float32 (float64 for float64) and are deterministic.
 
     Raises:
-        TypeError: the input is not a dense tensor, or a dtype is not supported.
+        TypeError: the input's layout is not `torch.strided`, or a dtype is not supported.
         ValueError: a dimension is out of range or occurs twice.
     """
     x, dims, result = _of_sum(input, dim, dtype)

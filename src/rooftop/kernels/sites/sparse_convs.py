@@ -384,7 +384,7 @@ def sparse_conv(
         products use TF32 only if PyTorch allows TF32 for convolutions. Results are deterministic.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match or, on a CPU, a table is wrong.
         MissingExtraError: the tensors are on a GPU, and Triton is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.

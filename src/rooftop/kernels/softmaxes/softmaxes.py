@@ -162,7 +162,7 @@ def softmax(
         autocast the result is float32 unless `dtype` is given, as in PyTorch.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: dimensions, shapes or devices do not match, or the scale is not finite.
     """
     return _along("softmax", input, dim, dtype, mask, scale)

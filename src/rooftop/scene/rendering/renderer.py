@@ -289,11 +289,12 @@ class Renderer:
         current frame keeps its pages. Without `pool_bytes` this does nothing.
 
         Args:
-            cameras: cameras of any sizes, in any order. Pages with the largest error in pixels are loaded first.
+            cameras: cameras of any sizes, in any order. Pages whose absence causes the largest error in pixels are
+                loaded first.
 
         Raises:
             ValueError: the cameras are invalid, or lists would be too large.
-            GeometryFileError: a page that has been loaded since the last call cannot be read or is damaged.
+            GeometryFileError: a page that was read since the previous frame or `prefetch` is unreadable or damaged.
         """
         views = checked_cameras(cameras)
         if not views:

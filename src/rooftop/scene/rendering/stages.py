@@ -84,8 +84,8 @@ class Stages:
     Attributes:
         resident, now, then: the scene, the views, and the views of the previous frame.
         memory, clock: the memory of the frame, and the clock that times its stages.
-        depth: depth of the deepest tree.
-        threads: number of threads of a launch. Each thread processes every `threads`-th item of a list.
+        depth: number of levels of the deepest tree.
+        threads: default number of threads of a launch. Each thread processes every `threads`-th item of a list.
         occlusion: whether hidden geometry is skipped, and the depths are kept for the next frame.
         one_sided: as in `Renderer`.
         cuda_cpp: whether steps that have a faster CUDA C++ kernel use that kernel: the traversal of the trees from one

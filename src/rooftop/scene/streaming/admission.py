@@ -104,7 +104,7 @@ def added_up(sizes: Sizes, reference_bits: wp.int32, position_bits: wp.int32, at
 
 @wp.func
 def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32):
-    """Compute the sizes of a cluster's streams from a head of the form before version 4. `head` is the index of the
+    """Compute the sizes of a cluster's streams from a head of a file of versions 1 to 3. `head` is the index of the
     head's first word, and `attributes` tells which attributes the mesh has."""
     sizes = Sizes()
     counts = word_at(words, head + wp.int64(CLUSTER_COUNTS))
@@ -131,7 +131,7 @@ def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.in
 
 @wp.func
 def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32, replaces: wp.bool):
-    """Compute the sizes of a cluster's streams from a head of the short form. `head` is the index of the head's first
+    """Compute the sizes of a cluster's streams from a short head (version 4). `head` is the index of the head's first
     word, `attributes` tells which attributes the mesh has, and `replaces` whether the head names a replaced group."""
     sizes = Sizes()
     counts = word_at(words, head + wp.int64(HEAD_COUNTS))
