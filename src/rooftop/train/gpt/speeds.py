@@ -1,5 +1,5 @@
-"""Compare a training with the limits of this machine: the flops per second that the training reaches with the fastest
-measured rate, and the time of a step with its minimum (roof).
+"""Compare the speed of a training with the limits of this machine: its flops per second with the fastest measured rate,
+and its time per step with the minimum time (roof).
 
 In a step each rank must at least compute its share of the flops, read its weights in forward and backward, and write
 their gradients. The rank's optimizer must read weights, gradients and state, and write weights and state. The fused
