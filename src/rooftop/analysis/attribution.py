@@ -157,7 +157,7 @@ class ModuleTracker:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers whose `step` ran and that still exist."""
+        """The optimizers whose `step` ran since the last `restart()`, and that still exist."""
         return list(self._optimizers)
 
     def optimizer_traffic(self) -> OptimizerTraffic:

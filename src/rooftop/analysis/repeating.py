@@ -61,8 +61,8 @@ class Times:
 def times_again(
     calls: Sequence[tuple[CallSpec, Form]], device: torch.device, repeats: int = REPEATS
 ) -> list[Times | None]:
-    """The times of each call; None if PyTorch refuses the call (dtype not supported, not enough memory), or if no time
-    is left for the call on a CPU.
+    """The times of each call; None if PyTorch refuses the call (dtype not supported, not enough memory). On a CPU, also
+    None for the remaining calls once all calls together have taken `MOST_SECONDS`.
 
     Raises:
         torch.AcceleratorError: the device failed; no later measurement would be valid.

@@ -90,8 +90,8 @@ class ImageTransform:
             the maximum shift, as a fraction of the side. `jitter` is the strength of colour jitter, and `hue` the
             maximum change of the hue, as a fraction of the colour circle. `rand_augment` is a number of operations, and
             `magnitude` their strength, 0 to 10. With `rand_augment_on` "gpu", the `Normalizer` applies these operations
-            on the device; the resulting pixels are the same as with "cpu". `detail` is the minimum number of decoded
-            pixels per result pixel along a side, for random crops. `augment` None: no augmentation.
+            on the device; the resulting pixels are the same as with "cpu". `detail` is the minimum ratio of a
+            random crop's side, in decoded pixels, to `size`. `augment` None: no augmentation.
         train: whether images are augmented. Validation uses the central square. If training uses crops, validation
             first resizes the shorter side to 256/224 of `size`, as for ImageNet.
         mean, std: mean and standard deviation of the red, green and blue values in 0..1.

@@ -65,7 +65,7 @@ class Loader:
             times the first batches of these ways, and chooses a fast one (`choosing`).
         workers: number of threads or processes of this rank, at most 16 per CPU; 0: the number of CPUs divided by the
             number of ranks on this machine, at most 32.
-        ahead: number of batches that threads or processes make in advance.
+        ahead: number of batches that the threads or processes of this rank make in advance, all together.
         collate: makes a batch from a list of samples. With PyTorch's `default_collate`, all workers share the work of
             each batch. With another function, one worker makes a whole batch, and at least one batch per worker is made
             in advance.

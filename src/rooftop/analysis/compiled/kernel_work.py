@@ -47,8 +47,8 @@ class KernelWork:
             is none.
         scope: path of the module that its nodes share.
         lays_out: whether the kernel only changes the layout of operands of library calls. The graph does not say which
-            operands, so the cost is that of the smallest operand of each call.
-        title: name in reports, for a library's call whose own name is ambiguous.
+            operands, so the cost is one read and one write of the smallest operand of each call, summed over the calls.
+        title: name in reports, for a library's call whose own name is ambiguous; "" for all other kernels.
     """
 
     name: str

@@ -76,7 +76,8 @@ class Family:
         small_options: builder options for small images.
         off: builder options that switch off regularization which is on by default in the builder but not in the recipe.
         digits, folders: recipe values for digits and for folders of images.
-        gpu, folders_on_gpu: values that replace these on a GPU; `folders_on_gpu` only for folders.
+        gpu: values that override `digits` and `folders` on a GPU.
+        folders_on_gpu: values that override `folders` and `gpu` for folders on a GPU.
     """
 
     usual: str
