@@ -135,8 +135,9 @@ def command() -> None:
 
     TARGET is a model (resnet50, detr_resnet50, ...), or a function or class, given as my.py:NAME or
     package.module:NAME. INPUTS are files, or folders, which are searched recursively. Each item has one row: input,
-    place (line, row or first frame in the file), error, and the columns of the result. The first good result sets the
-    columns. An item becomes a row with an error if it cannot be read, raises, hangs (--timeout) or kills its process.
+    place (line, row or first frame in the file), error, and the columns of the result. The first good result, in the
+    order of the items, sets the columns. An item becomes a row with an error if it cannot be read, raises, hangs
+    (--timeout) or kills its process.
 
     The exit status is 1 if every item has an error or a file cannot be read to its end, and otherwise 0.
     """

@@ -64,8 +64,8 @@ class NormPlan:
             staged in the shared memory of a cluster of blocks), "reference" (plain PyTorch).
         launches: the launches, in order. The last rows (up to seven) may need a different kernel from all other rows.
         reason: why this plan was chosen.
-        refused: under "clusters", the reason why the cluster kernel in the table cannot compute these rows; empty if
-            the table has no such kernel.
+        refused: from the backend "clusters" to the reason why it cannot compute these rows. Empty if "clusters" was
+            chosen, or was not considered because the table has no cluster kernel for these rows.
     """
 
     backend: Backend

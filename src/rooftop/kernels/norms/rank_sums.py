@@ -39,7 +39,8 @@ class Mailboxes:
     """The mailboxes of all ranks. A mailbox is the memory of a rank to which the other ranks write; a new mailbox must
     be filled with zeros.
 
-    All ranks must make the same calls in the same order, on one stream at a time.
+    All ranks must make the same calls in the same order. On each rank, a call must end before a call on another stream
+    begins.
 
     Attributes:
         addresses: (ranks + 1,), int64, on this rank's device: the address of each rank's mailbox, followed by the

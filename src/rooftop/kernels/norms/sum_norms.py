@@ -116,7 +116,7 @@ class AddLayerNorm(NamedTuple):
         return kept.gradients(wanted, dy, dtotal, list(wanted[3:5]))
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops per element: 1 for each addend, 1 each for weight and bias, and 5 for the layer norm."""
+        """Flops per element: 1 each for residual, input bias, weight and bias if given, and 5 for the layer norm."""
         return _cost(5, self[:5], made)
 
 
@@ -160,7 +160,7 @@ class AddRmsNorm(NamedTuple):
         return kept.gradients(wanted, dy, dtotal, [wanted[3], False])[:4]
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops per element: 1 for each addend, 1 for the weight, and 3 for the RMS norm."""
+        """Flops per element: 1 each for residual, input bias and weight if given, and 3 for the RMS norm."""
         return _cost(3, self[:4], made)
 
 

@@ -186,7 +186,7 @@ def colour_next_frame_network(**options: Any) -> NextFrameNetwork:
 
 
 def predict_frames(network: NextFrameNetwork, frames: Tensor, count: int) -> Tensor:
-    """Predict the next frames of a video, each frame from all earlier frames.
+    """Predict the next frames of a video, each from the given frames and the frames predicted before it.
 
     The layers' states are kept, so each predicted frame after the first costs one step. The frames are the same as if
     the network ran over the whole video for each frame. The network runs in evaluation mode, without gradients; then

@@ -118,7 +118,8 @@ def continue_clip(
     count: int,
     progress: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> Continuation:
-    """Predict the frames after a clip, each from all earlier frames, and compare the predictions with the real frames.
+    """Predict the frames after the context, each from the context and the frames predicted before it, and compare the
+    predictions with the real frames.
 
     Args:
         network: the network, on its device.
