@@ -23,14 +23,14 @@ memory for copies of each batch and of the program.
 class Choice:
     """Says which way to make batches is to be timed next, and chooses one from the recorded times.
 
-    The remaining ways are not timed if "here" takes at most `QUICK_S` per batch, or if threads are almost as
-    fast as possible (`NEAR_LINEAR`).
+    The remaining ways are not timed if "here" takes at most `QUICK_S` per batch, or if threads make at least
+    `NEAR_LINEAR` * `workers` times as many batches per second as "here".
 
     Attributes:
         ways: ways to try, in this order. If there is only one way, it is chosen without a measurement.
         workers: number of threads or processes.
-        overlaps: whether workers can make batches while a device computes. The device waits while the loop itself makes
-            batches, so "here" is then chosen only if it takes at most `QUICK_S` per batch, or if no other way works.
+        overlaps: whether workers can make batches while a device computes. If so, "here" is chosen only if it takes at
+            most `QUICK_S` per batch, or if no other way works, because with "here" the device waits for each batch.
         seconds: for each timed way, the measured seconds per batch.
         refused: for each way that failed, the reason.
         chosen: the chosen way; None until a way is chosen.

@@ -92,8 +92,8 @@ class ImageTransform:
             `magnitude` their strength, 0 to 10. With `rand_augment_on` "gpu", the `Normalizer` applies these operations
             on the device; the resulting pixels are the same as with "cpu". `detail` is the minimum ratio of a
             random crop's side, in decoded pixels, to `size`. `augment` None: no augmentation.
-        train: whether images are augmented. Validation uses the central square. If training uses crops, validation
-            first resizes the shorter side to 256/224 of `size`, as for ImageNet.
+        train: whether images are augmented. Validation resizes the shorter side and uses the central square. The
+            shorter side becomes 256/224 of `size`, as for ImageNet, if `augment.crop` is below 1, else `size`.
         mean, std: mean and standard deviation of the red, green and blue values in 0..1.
         normalize: whether this transform normalizes images; if not, it returns `Pixels`, which a `Normalizer`
             normalizes on the device.

@@ -32,8 +32,8 @@ class MemoryPoint:
     """Bandwidths over one working set, in bytes/s (bytes read plus bytes written). 0 means not measured.
 
     `read` is a sum, `write` a fill, `triad` a = b + s * c, and `cast` a conversion between four-byte and two-byte
-    elements. `update` is a = s * a in place, which reads and writes the same memory. `raised` and `raised_in_place`
-    are rates that operators of a program reached.
+    elements. `update` is a = s * a in place, which reads and writes the same memory. `raised` (out of place) and
+    `raised_in_place` are the rates of a program's operators that exceeded the measured rates; 0 if none did.
     """
 
     working_set_bytes: int
@@ -58,8 +58,8 @@ class MemoryPoint:
 
     @property
     def best_in_place(self) -> float:
-        """The best rate of work that overwrites its input. Each byte is read and then written at the same address, so
-        the write finds the address in a cache."""
+        """The best rate of any work, in place or out of place: the limit for work that overwrites its input. Such work
+        reads and then writes each address, so the write finds the address in a cache."""
         return max(self.best, self.update, self.raised_in_place)
 
 

@@ -26,8 +26,8 @@ from rooftop.words import counted
 class Gpu:
     """A GPU. Memory and caches are in bytes, registers are counted, clocks are in MHz, power is in W.
 
-    `links` are the active NVLink links (None if the driver does not report them). `topology` is the path to each other
-    GPU, by name ("cuda:1"). `pcie_generation` and `pcie_width` are the highest that the GPU and its slot support.
+    `links` lists the active NVLink links (None if the driver does not report them). `topology` is the path to each
+    other GPU, by name ("cuda:1"). `pcie_generation` and `pcie_width` are the highest that the GPU and its slot support.
     """
 
     index: int

@@ -23,8 +23,8 @@ class ModulePaths:
     """The scopes (names of calls) of modules, and the scopes that own parameters. The tables keep neither modules nor
     parameters alive.
 
-    The first module that `adopt` names has the scope "". The scopes of modules that `adopt` names later begin with
-    their class names.
+    The first root that `adopt` names has the scope "". The scope of a later root is its class name, and the scopes of
+    the modules inside it begin with that name.
     """
 
     def __init__(self) -> None:

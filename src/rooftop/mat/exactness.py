@@ -5,11 +5,11 @@ The reference is float64: each operation is rounded to float64, and the final va
 depth. If every value is known to be a multiple of 2^unit that a narrower dtype represents exactly, computing in that
 dtype gives exactly the same numbers. So 8-bit images are added in int16, and `a * 0.5` in float32.
 
-Floating elements have no bounds. An expression of floating elements, computed in float32, gives the same bits as in
-float64 if no value is rounded twice before it is stored as float32. min, max, abs, negation and comparisons do not
-round. One sum, difference, product or quotient of float32 numbers, rounded to float32, equals the float64 result
-rounded to float32, since 53 >= 2 * 24 + 2 (Figueroa 1995, "When is double rounding innocuous?"). The same applies to
-half precision computed in float32.
+Floating elements have no bounds. An expression of floating elements, computed in float32 and stored as float32, gives
+the same bits as in float64 if each path from an element to the result contains at most one operation that rounds, and
+no comparison has a rounded operand. min, max, abs, negation and comparisons do not round. One sum, difference, product
+or quotient of float32 numbers, rounded to float32, equals the float64 result rounded to float32, since 53 >= 2 * 24 + 2
+(Figueroa 1995, "When is double rounding innocuous?"). The same applies to half precision computed in float32.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
     """The fields of a header on a NumPy array, a tensor, or an object with DLPack or one of the array interfaces.
 
     Args:
-        type: If the type has more than one channel, the array's last dimension is the channels. If `type` is None, a
-            three-dimensional array whose last dimension is at most 512 is an image with channels; any other array has
-            one channel.
+        type: If the type has more than one channel, the array's last dimension (with layout "chw", its first) is the
+            channels. If `type` is None, a three-dimensional array with at most 512 numbers along this dimension is an
+            image with channels; any other array has one channel.
         layout: "hwc", or "chw" if the shape is (C, H, W) while the channels are interleaved in memory.
 
     Raises:

@@ -231,8 +231,8 @@ class ConvLstmGatesBackward(NamedTuple):
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
         """Flops for each element of the cell: those of the activations and of their slopes, 3 to recompute the cell, 3
-        for the cell's gradient, 2 products for each of the four gates, and 1 more product. If `added` is given, there
-        are 4 more sums.
+        for the gradient of the new cell, 2 products for each of the four gates, and 1 product for dcell. If `added` is
+        given, there are 4 more sums, one for each gate.
         """
         of_activations = activation_flops(FLOPS, *self[5:]) + activation_flops(SLOPE_FLOPS, *self[5:])
         flops = (15 + 4 * (self.added is not None) + of_activations) * self.cell.numel()

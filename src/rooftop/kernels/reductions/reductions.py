@@ -111,8 +111,8 @@ class Reduce(NamedTuple):
 
 
 class ReduceBackward(NamedTuple):
-    """The gradient dx of extremes and norms, from y and dy of the shape that `reduce` returns. Elements that equal the
-    extreme share the extreme's gradient equally.
+    """The gradient dx of extremes and norms, from the result y of `Reduce` and its gradient dy. y and dy may have or
+    lack the reduced dimensions. Elements that equal the extreme share the extreme's gradient equally.
 
     dx has the memory layout of x.
     """

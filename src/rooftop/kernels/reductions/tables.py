@@ -9,9 +9,10 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Launch parameters if memory is contiguous along the reduced dimension, for up to `run_bytes` contiguous bytes:
-    number of results of a tile, and bytes that a tile contains for each of these results. `stages`: number of tiles in
-    the prefetch pipeline in shared memory; 1: no prefetch.
+    """Launch parameters if memory is contiguous along the reduced dimension or along neither, and the (near) reduced
+    dimension has up to `run_bytes` bytes. `rows`: maximum number of results of a tile. `block_bytes`: maximum bytes
+    that a tile contains for each result. `stages`: number of tiles in the prefetch pipeline in shared memory; 1: no
+    prefetch.
     """
 
     run_bytes: int
