@@ -1,5 +1,5 @@
-"""Rooftop's own errors. Other errors are Python's own: mostly `ValueError` or `TypeError` for
-a wrong argument, and `KeyError`, `IndexError` or `RuntimeError` where Python would raise these.
+"""Rooftop's own errors. All other errors that Rooftop raises are Python's built-in ones: mostly `ValueError` or
+`TypeError` for a wrong argument, and `KeyError`, `IndexError` or `RuntimeError` where Python would raise these.
 
 Each message says what was given, what was expected and how to fix it.
 The command line prints the message as one line, and exits with status 2 after a wrong call and 1 after a failure.
@@ -60,8 +60,8 @@ class LaunchError(RooftopError, RuntimeError):
 
 
 class SchedulerError(RooftopError, RuntimeError):
-    """No Dask scheduler answers at the address, or the scheduler disappeared and did not come back. Finished results
-    are kept."""
+    """No Dask scheduler answers at the address, or the scheduler disappeared and did not come back. The output folder
+    keeps the results so far."""
 
 
 class BuildError(RooftopError, RuntimeError):

@@ -17,7 +17,7 @@ def on_first_use(package: str, files: Mapping[str, str]) -> tuple[Callable[[str]
     Args:
         package: the package's name. `dir` of the package lists the names in its `__all__`.
         files: maps each module, such as ".timing" (relative to the package), to the names that it defines, separated by
-            spaces. A module's own name, such as "timing", means the module itself.
+            spaces. The module's own name among these names, such as "timing", means the module itself.
     """
     homes = {name: file for file, names in files.items() for name in names.split()}
 

@@ -202,7 +202,7 @@ def _keras_layer(file: object, kind: str, number: int, inner: str, *tensors: tor
         (
             ["walk.mkv", "--weights", "bias.pth"],
             1,
-            "bias.pth (keys named as in rooftop) does not fit next_frame",
+            "bias.pth (its keys are named as in rooftop) does not fit next_frame",
         ),
         (["walk.mkv", "--weights", "nan.pth"], 1, "the weights are damaged"),
         (

@@ -307,8 +307,9 @@ def test_what_does_not_fit_is_said_and_changes_nothing(state: dict[str, Tensor],
     renames = {f"layer4.{i}.bn2.bias": f"layer4.{i}.bn2.beta" for i in range(2)}
     torch.save({renames.get(key, key): value for key, value in state.items()}, path)
     message = (
-        r"odd\.pth \(keys named as in torchvision or timm\) does not fit resnet18: 2 missing: layer4\.0\.bn2\.bias, "
-        r"layer4\.1\.bn2\.bias; 2 unexpected: layer4\.0\.bn2\.beta, layer4\.1\.bn2\.beta\. 120 keys fit: strict=False"
+        r"odd\.pth \(its keys are named as in torchvision or timm\) does not fit resnet18: 2 missing: "
+        r"layer4\.0\.bn2\.bias, layer4\.1\.bn2\.bias; 2 unexpected: layer4\.0\.bn2\.beta, layer4\.1\.bn2\.beta\. "
+        r"120 keys fit: strict=False"
     )
     with pytest.raises(WeightsError, match=message):
         load("resnet18", path, **SMALL)
@@ -328,7 +329,7 @@ def test_another_model_is_named(tmp_path: Path) -> None:
         load("detr_resnet50", file, strict=False)
     torch.save({"conv1.weight": torch.zeros(1), "fc.scale": torch.zeros(1)}, tmp_path / "none.pth")
     with pytest.raises(
-        WeightsError, match=r"^no key of .*none\.pth \(keys named as in torchvision or timm\) fits resnet18"
+        WeightsError, match=r"^no key of .*none\.pth \(its keys are named as in torchvision or timm\) fits resnet18"
     ):
         load("resnet18", tmp_path / "none.pth", strict=False)
     torch.save({}, tmp_path / "no_keys.pth")

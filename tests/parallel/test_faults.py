@@ -41,7 +41,7 @@ advance = GptTrainer.advance
 
 def in_its_time(trainer):
     if not os.path.exists("fast"):
-        time.sleep(float(os.environ.get("STEP_S", 0)))
+        time.sleep(float(os.environ.get("STEP_S", 0)) * (10 if os.path.exists("slow") else 1))
     return advance(trainer)
 
 GptTrainer.advance = in_its_time
@@ -181,7 +181,7 @@ def launcher(
     words = ["--global-batch-size", "4", "--train-iters", str(steps), "--save", "run", "--load", "run"]
     words = [*where, *WORDS, *words, "--save-interval", "5"]
     said = {"output": book / f"out{number}", "errors": book / f"err{number}"}
-    pause = {"STEP_S": "0.1"}  # launchers come and go within few steps, up to a file `fast`
+    pause = {"STEP_S": "0.1"}  # launchers come and go within few steps: up to a file `fast`, and 1 s with a file `slow`
     return fork(AGENT, *words, environment={**pause, **(environment or {})}, folder=book, **said)
 
 
@@ -209,8 +209,10 @@ def starts(book: Path) -> list[tuple[int, int]]:
 
 
 def wait_for_checkpoint(book: Path, step: int, agent: BaseProcess) -> None:
-    """A process of low priority writes it, which takes many steps on a busy machine."""
+    """A process of low priority writes it, which takes seconds on a busy machine: steps take longer meanwhile."""
+    (book / "slow").touch()
     wait_for((book / "run" / f"step-{step:08d}").exists, agent)
+    (book / "slow").unlink()
 
 
 def wait_for_start(book: Path, ranks: int, agent: BaseProcess, least: int = 1) -> int:

@@ -157,7 +157,7 @@ class ModuleTracker:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers whose `step` ran and that still exist."""
+        """The optimizers whose `step` ran since the last `restart()`, and that still exist."""
         return list(self._optimizers)
 
     def optimizer_traffic(self) -> OptimizerTraffic:
@@ -201,7 +201,8 @@ class ModuleTracker:
 
     def locate(self) -> tuple[str, str]:
         """(scope, phase) of the operator that is being dispatched now."""
-        if self._running.settle(sys._getframe(1)):  # module calls ended with an exception; no new nodes since
+        if self._running.settle(sys._getframe(1)):
+            # an exception has ended module calls; nodes created since then belong to the code outside these calls
             self._makers.operator(self._outside())
         running = self._running.innermost
         node = torch._C._current_autograd_node()

@@ -46,7 +46,8 @@ def fakes_taken_out(roots: Iterable[Any], mode: FakeTensorMode) -> Iterator[list
     """After the block, restore every container that is reachable from the roots and holds fake tensors of the mode.
 
     Other changes stay, because a library that has initialized itself must not be initialized again. The context
-    yields a list, to which the owners of the restored containers are added.
+    yields a list. After the block, the list holds the owner of each restored container: the object (class, cache,
+    dictionary, tensor) whose items or attributes were restored.
     """
     containers = _Reached(roots).containers
     owners: list[Any] = []
@@ -186,8 +187,8 @@ def require_no_fakes(mode: FakeTensorMode, name: str, emptied: list[Any]) -> Non
 
     Args:
         name: name of the predicted program, for the error.
-        emptied: caches from which fake tensors were removed. They may still refer to the tensors, but can no longer
-            return them.
+        emptied: the list from `fakes_taken_out`. Caches in it may still refer to fake tensors, but can no longer return
+            them.
 
     Raises:
         InputError: the program stores a fake tensor. The message says where the tensor is stored.

@@ -92,7 +92,8 @@ class Findings:
 
     @property
     def host_works(self) -> bool:
-        """Whether the CPU computes more than counters in a step that runs on a GPU."""
+        """Whether the CPU computes at least `LEAST_WORK` in a step that runs on a GPU. A program that only counts its
+        steps computes less."""
         return self.host_work >= LEAST_WORK
 
     @property

@@ -8,8 +8,9 @@ the end, because the work of a run hardly depends on their values.
 
 The target's own state is restored in the same way: attributes of its modules, closures and globals of its functions.
 Objects that the first run creates for later runs (a mask) stay until the end of the measurement, and are then removed.
-Logs (lists of numbers, and variables that are numbers) are never restored. If a callable other than a module changes
-weights (trains), none of its own state is restored. NumPy arrays are not restored either.
+Of this own state, logs are never restored: lists, dictionaries, sets, closure variables and globals that hold only
+numbers and text. If a callable other than a module changes weights (trains), none of its own state is restored. NumPy
+arrays are not restored either.
 """
 
 from __future__ import annotations
@@ -261,7 +262,8 @@ def _layout(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _is_left(tensor: Tensor) -> bool:
-    """Whether the tensor needs no restoring. Only optimizers change weights, and meta tensors have no values."""
+    """Whether the tensor is never restored: a weight, because only an optimizer's step changes weights, and training is
+    not undone; or a meta tensor, because it has no values."""
     with torch._C.DisableTorchFunctionSubclass():  # a tensor subclass may raise on these attributes
         return isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.device.type == "meta"
 

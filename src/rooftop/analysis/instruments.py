@@ -196,7 +196,8 @@ LAUNCHING_CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cud
 
 
 def _launched(events: Iterable[Any]) -> tuple[float, ...]:
-    """When each launch ended (see `Plain.launched`); () if the step launched nothing."""
+    """When each launch ended: 0 is the start of the step, 1 the end of the last launch. () if the step launched
+    nothing."""
     starts = [e.start_ns() for e in events if e.name() == STEP_LABEL and e.device_type().name == "CPU"]
     ends = sorted(e.start_ns() + e.duration_ns() for e in events if e.name().startswith(LAUNCHING_CALLS))
     if not starts or not ends or ends[-1] <= starts[0]:

@@ -41,8 +41,8 @@ class KernelTimes:
     steps: int
 
     def of(self, launched: Sequence[Kernel]) -> list[float] | None:
-        """The time in ms of each kernel of another run of the step, in launch order; None if that run launched other
-        kernels.
+        """The median times `ms` for the kernels that another run of the step launched, in launch order; None if these
+        kernels have other names.
         """
         return list(self.ms) if tuple(kernel.name for kernel in launched) == self.names else None
 

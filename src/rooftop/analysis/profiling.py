@@ -230,8 +230,8 @@ def _labelled_runs(
     times: KernelTimes | None,
     progress: Progress,
 ) -> tuple[list[Labelled], ModuleTracker, PageFaults]:
-    """Run labelled steps: `LEAST_LABELLED`, and on a CPU as many more as fit into `LABELLED_S`. Return the labelled
-    steps with the tracker and the page faults of the last step.
+    """Run labelled steps: `LEAST_LABELLED`, and on a CPU as many more as fit into `LABELLED_S`. Return all labelled
+    steps, the last step's tracker, and the last step's page faults.
 
     A block of plain steps runs after each of the first labelled steps. Plain and labelled steps are compared, so both
     must run under the same conditions.

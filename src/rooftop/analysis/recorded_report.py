@@ -53,10 +53,10 @@ def recorded_report(
     """The report of a recording.
 
     Args:
-        recorded: for each marker that led at some time (see `step_finding`), the steps that it ended; the coarsest
-            marker first.
-        measures: whether the ceilings are this machine's. If so, missing ceilings are measured, and operators above
-            their roof raise the ceilings.
+        recorded: for each marker (event that ends steps) that was the leading marker at some time (see `step_finding`),
+            the steps that it ended; the coarsest marker first.
+        measures: whether the ceilings are those of this machine. If so, missing ceilings are measured, and operators
+            above their roof raise the ceilings.
         start_up: the time before the first step, if known.
         needed: number of steps of a complete recording.
         traced: whether the caller requested a trace file.

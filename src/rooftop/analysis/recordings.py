@@ -248,8 +248,8 @@ class Recording:
             self._instrument, self._given_up = None, True
 
     def leader_changes(self) -> None:
-        """See `step_finding.Watcher`. The instruments of the whole first step continue, because the step is not over
-        yet."""
+        """See `step_finding.Watcher`. If the stage is "whole", its instruments continue, because the first step of the
+        new leading marker is not over yet."""
         if self._stage.name != "whole":
             self._end_stage(keep=False)
             self._following = self._planned()[1:]

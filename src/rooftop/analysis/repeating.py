@@ -26,7 +26,7 @@ from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
 MOST_BYTES = 0.4  # maximum size of a call's input tensors, as a share of the free memory
-MOST_SECONDS = 1.0  # on a CPU, once one measurement has taken this many seconds, no further call begins
+MOST_SECONDS = 1.0  # on a CPU, after this many seconds `times_again` skips the remaining calls of its list
 SLOW_MS = 100.0  # on a CPU, a call whose first run takes longer than this is not run again; the first run's time counts
 
 
@@ -61,8 +61,8 @@ class Times:
 def times_again(
     calls: Sequence[tuple[CallSpec, Form]], device: torch.device, repeats: int = REPEATS
 ) -> list[Times | None]:
-    """The times of each call; None if PyTorch refuses the call (dtype not supported, not enough memory), or if no time
-    is left for the call on a CPU.
+    """The times of each call; None if PyTorch refuses the call (dtype not supported, not enough memory). On a CPU, also
+    None for the remaining calls once all calls together have taken `MOST_SECONDS`.
 
     Raises:
         torch.AcceleratorError: the device failed; no later measurement would be valid.

@@ -50,7 +50,7 @@ class OperatorRow:
 
     @property
     def percent_of_roof(self) -> float | None:
-        """100 * roof / measured; None if there is no work or no time to compare."""
+        """100 * roof / measured; None if the operator has no formula, no time, or neither bytes nor flops."""
         if self.bound in ("none", "uncovered") or self.measured_ms <= 0:
             return None
         return 100 * self.roof_ms / self.measured_ms
@@ -81,7 +81,7 @@ class ModuleNode:
 
     @property
     def percent_of_roof(self) -> float | None:
-        """100 * fused roof / measured."""
+        """100 * fused roof / measured; None if the module has no time or no roof."""
         return 100 * self.fused_roof_ms / self.measured_ms if self.measured_ms > 0 and self.op_roof_ms > 0 else None
 
     def find(self, path: str) -> ModuleNode:
@@ -157,8 +157,8 @@ class Recompilation:
 
 @dataclass(frozen=True)
 class Compilation:
-    """The work of `torch.compile` while the program was analyzed: graphs, their kernels, seconds, graph breaks and
-    recompilations."""
+    """The work of `torch.compile` while the program was analyzed: number of graphs, number of their kernels, seconds of
+    compilation, graph breaks and recompilations."""
 
     graphs: int
     kernels: int

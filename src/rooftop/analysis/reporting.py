@@ -52,7 +52,7 @@ def report_of(
         ceilings: ceilings to compare with.
         target, mode, inputs: descriptions for the report.
         samples: number of samples of a step, if known.
-        batched: see `Findings`.
+        batched: whether more samples need no additional launches (see `Findings`).
         root_type: the class of the outermost module.
         notes: notes for the report, in addition to the profile's notes.
     """

@@ -67,7 +67,11 @@ class Watcher(Protocol):
         """Whether the watcher accepts reports now. Events are ignored while the watcher does not accept reports."""
 
     def work_begins(self, compiled: bool) -> None:
-        """The first call of a module begins. `compiled`: whether the module is compiled by `torch.compile`."""
+        """The program calls a module for the first time since the finder was opened.
+
+        Args:
+            compiled: whether the module is compiled by `torch.compile`.
+        """
 
     def work_goes_on(self) -> None:
         """A module is called from outside any module, after the first call."""

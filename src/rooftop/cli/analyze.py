@@ -174,7 +174,8 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
 
 
 def _on_each_rank(work: Callable[[], Target]) -> Target:
-    """Run a function and return its result. With several ranks, raise an error on all ranks if one rank fails."""
+    """Run a function and return its result. If it fails on any of several ranks, all ranks raise the same
+    MeasurementError, which names the first rank that failed."""
     if not several_ranks():
         return work()
     here: list[Target] = []

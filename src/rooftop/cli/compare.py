@@ -37,7 +37,8 @@ def run(
     """Run the command that `rooftop.cli.commands.compare:command` describes.
 
     Raises:
-        click.ClickException: the step is slower than before by more than `fail_above`, and by more than the noise.
+        click.ClickException: the step takes longer than before, by more than the fraction `fail_above` (0.05: 5%), and
+            by more than the noise.
     """
     comparison = compare_reports(_report(before_path), _report(after_path))
     if not write_json(json_path, comparison.to_dict()):

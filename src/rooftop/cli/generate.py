@@ -98,7 +98,7 @@ def run(
                 f"{_name(config)} does not fit into the memory of {place}; try --device cpu, or share it among more "
                 "GPUs: --tensor-parallel-size"
             ) from error
-        except FloatingPointError as error:
+        except FloatingPointError as error:  # in float16, the message ends with the dtypes to try
             raise ModelRunError(f"{error}{' (--dtype)' if kind == torch.float16 else ''}") from error
     if rank:
         return  # only the first rank reports
@@ -291,8 +291,8 @@ def _told(
     echo(prompts[0])
 
     def go_on() -> int:
-        """Print the held-back texts from prompt `current` to the first unfinished prompt. Return the index of that
-        prompt, or the number of prompts if all have ended.
+        """Print the held-back texts of prompt `current` and of those after it, up to and including the first unfinished
+        prompt. Return the index of that prompt, or the number of prompts if all have ended.
         """
         place = current
         while place < len(prompts):

@@ -142,8 +142,8 @@ def _failure_behind(error: BaseException | None) -> str | None:
 
 
 def _first_to_say(failure: str) -> bool:
-    """Whether this rank prints the failure. All ranks report the same text, so only the first rank that reports prints
-    the text."""
+    """Whether this rank prints the failure. All ranks report the same text, so only the rank that is the first in time
+    to report it prints it."""
     from rooftop.analysis.ranks.lockstep import first_to_say
 
     return first_to_say(failure)

@@ -23,8 +23,8 @@ def check_writable(path: Path, inputs: Sequence[Path] = (), kind: str | None = N
     """Check, before the work begins, that a file can be written.
 
     Args:
-        kind: the kind of the output, one of `KINDS`. An existing file of another kind, such as a program, is not
-            overwritten, unless it has a suffix of this kind.
+        kind: the kind of the output, one of `KINDS`; None: not checked. An existing file may be overwritten only if
+            its name has a suffix of this kind, its content begins like a file of this kind, or it is empty.
         inputs: files that the verb reads, and folders of such files. None of these files may be overwritten.
 
     Raises:

@@ -11,7 +11,7 @@ import click
 def refuse_repeated_options(command: click.Command) -> click.Command:
     """Make a command, or all commands of a group, refuse a repeated option with `click.UsageError`.
 
-    Options that take several values, and flags that can only be switched on, may be repeated.
+    Options with `multiple` or `count`, and flags without an opposite (such as --no-x), may be repeated.
     """
     if isinstance(command, click.Group):
         for each in command.commands.values():

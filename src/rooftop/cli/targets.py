@@ -73,8 +73,8 @@ def resolve_target(
 
     Without a device, the model and its inputs stay on the device and in the dtype in which they were built. This is
     enough for `rooftop analyze --predict`, which runs nothing.
-    `inputs` replace the positional arguments that the target returns. Keyword arguments are replaced only if the target
-    returns no positional arguments.
+    `inputs` replace the positional arguments that the target returns. Its keyword arguments are kept, but if it returns
+    only keyword arguments, `inputs` replace them, as positional arguments.
 
     Raises:
         TargetError: no such target exists.

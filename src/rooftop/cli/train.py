@@ -505,7 +505,7 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
 
 def planned(training: GptTraining, layout: Layout) -> str:
     """Describe in lines of text a training in this layout: the number of parameters and ranks, the pipeline schedule,
-    and the tokens of each rank under context parallelism.
+    and, under context parallelism, a picture of the token positions that each rank has.
     """
     lines = [f"{training.config.parameters:,} parameters on {counted(layout.world_size, 'rank')}: {layout}"]
     schedule = training.schedule_of(layout)

@@ -1,10 +1,10 @@
 """The workers of a Dask scheduler.
 
 Each worker gets the job and its model once, as a Dask plugin; new workers get both when they join. Each chunk is a
-task. At most two chunks per worker are unfinished. If a worker is lost, Dask repeats its tasks on another worker. If
-several workers died with a task, Dask reports the task as failed, and `map_items` repeats the task's chunk item by
-item. If the scheduler goes away, this process tries to reconnect for `RECONNECT_S`. A new scheduler at the same address
-gets the job and the unfinished chunks again.
+task. At most two chunks per worker, on average, are unfinished. If a worker is lost, Dask repeats its tasks on another
+worker. If several workers died with a task, Dask reports the task as failed, and `map_items` repeats the task's chunk
+item by item. If the scheduler goes away, this process tries to reconnect for `RECONNECT_S`. A new scheduler at the same
+address gets the job and the unfinished chunks again.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ class Decoders:
 
     def _freest(self) -> _Process | None:
         """The process that gets the next task: of those with the fewest tasks, the one whose next item is needed first.
-        None if no process has both room and items."""
+        None if no process has both room for a task and an item to decode, of its own `run` or of `_waiting`."""
         free = [
             each for each in self._processes if len(each.tasks) < TASKS_OF_A_PROCESS and (each.run or self._waiting)
         ]

@@ -140,8 +140,8 @@ def suffixes(kind: str) -> frozenset[str]:
 
 
 def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = None) -> tuple[str, list[Path]]:
-    """Find the items' kind and files. Files that are inputs themselves keep the order of the inputs; files found in
-    folders (searched recursively) are sorted by name.
+    """Find the items' kind and files, in the order of the inputs. A folder is searched recursively; its files and
+    subfolders are sorted by name. A file that is found twice is listed once, at its first place.
 
     Args:
         kind: one of `KINDS`; None: the kind to which the suffixes of all files belong.

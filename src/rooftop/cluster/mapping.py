@@ -7,8 +7,8 @@
 
 One loop sends chunks of items to workers that have room, receives the results, and writes the results. While the loop
 writes, workers get no new chunks, so memory is bounded even if the disk is slow. Lost chunks are repeated. If two
-workers have died with a chunk, the chunk is repeated item by item. If a third worker dies with an item, the item
-becomes a row with an error.
+workers have died with a chunk, the chunk is repeated item by item. If one more worker then dies with an item of the
+chunk, this item becomes a row with an error.
 """
 
 from __future__ import annotations

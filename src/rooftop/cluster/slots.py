@@ -30,7 +30,7 @@ COPIED_BYTES, LENT_BYTES = 256 << 20, 48 << 20  # bytes of each such slot; only 
 SPARE = 1.25  # number of bytes to pin in a slot, as a multiple of the bytes that its present contents occupy
 PAGE = 4096
 ALIGNMENT = 64
-END = struct.Struct("q")  # the end of each result: number of bytes that its tensors occupy in the slot
+END = struct.Struct("q")  # the last bytes of a task's result: the number of bytes that its tensors occupy in the slot
 
 
 class Arena:

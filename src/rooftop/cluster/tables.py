@@ -1,8 +1,8 @@
 """Convert results to table rows: determine the columns, and turn results that do not fit into errors.
 
 Every row has `input`, `place` and `error`, followed by the result's columns, which are null in a row with an error. The
-first good result sets the columns and their types. Arrays and tensors have a type even if they are empty. Python's
-empty lists and None have no type, so a later result sets the type of their column.
+first good result, in the order of the items, sets the columns and their types. Arrays and tensors have a type even if
+they are empty. Python's empty lists and None have no type, so a later result sets the type of their column.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _plain(value: Any, levels: int = 1) -> Any:
 
 
 def _dtype_of_arrow(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in native byte order, with a unit of time that Arrow has. The values stay the same."""
+    """The dtype to which arrays are converted for Arrow: in native byte order, with a unit of time that Arrow has. The
+    converted values denote the same numbers and times."""
     if dtype.kind in "mM":
         unit, _ = np.datetime_data(dtype)
         unit = (DATE_UNITS if dtype.kind == "M" else DURATION_UNITS).get(unit, unit)

@@ -139,7 +139,7 @@ class Ahead(Protocol):
     """Decodes items before they are needed."""
 
     def take(self, count: int) -> list[Decoded]:
-        """Wait for the next `count` items and return them in order. At least `count` items must be left."""
+        """Wait for the next `count` items and return them in order. They must be in chunks that the worker has."""
 
 
 class AheadByThreads:
@@ -162,7 +162,8 @@ class AheadByThreads:
         self._begun: deque[Future[Decoded]] = deque()
 
     def take(self, count: int) -> list[Decoded]:
-        """Wait for the next `count` items and return them. At least `count` items must be left."""
+        """Wait for the next `count` items and return them in order. `more` must have returned them, or return them
+        when it is called next."""
         found = []
         for _ in range(count):
             self._begin()

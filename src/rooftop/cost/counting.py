@@ -316,8 +316,8 @@ def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
 
 
 def _tensor_spec(tensor: Tensor, known: dict[int, TensorSpec]) -> TensorSpec:
-    """The spec of a tensor. `known` holds the specs already made for this call, by tensor id, because most tensors
-    occur twice in a call."""
+    """The spec of a tensor. `known` holds the specs already made for this record, by tensor id, because most tensors
+    occur in the record's `spec` and again in its `inputs`."""
     spec = known.get(id(tensor))
     if spec is None:
         known[id(tensor)] = spec = _described(tensor)

@@ -2,11 +2,11 @@
 
     roof = max(bytes / rate, flops / peak, kernel_floor)
 
-`rate` is an upper bound of the bandwidth for a working set of this size (see `Ceilings.rate`). Some measurements begin
-right after a kernel wrote the input, so the rate for small tensors is the rate of the cache that holds them. Memory
-that one kernel both reads and writes (in place) has a separate rate. `peak` is the fastest matrix rate measured for the
-precision, `kernel_floor` the duration of the shortest kernel. An operator that is faster than its roof raises the
-ceilings that the operator exceeded, or lowers the kernel floor.
+`rate` is an upper bound of the bandwidth for a working set of this size (see `Ceilings.rate`). Some bandwidth
+probes begin right after a kernel wrote the input, so the rate for small tensors is that of the cache that holds them.
+Memory that one kernel both reads and writes (in place) has a separate rate. `peak` is the fastest matrix rate measured
+for the precision, `kernel_floor` the duration of the shortest kernel. An operator that is faster than its roof raises
+the ceilings that the operator exceeded, or lowers the kernel floor.
 """
 
 from __future__ import annotations

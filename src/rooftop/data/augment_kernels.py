@@ -41,8 +41,8 @@ def write_tables(
     pixels, stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the lookup table that an image's operation applies to one of its colour channels: the new value of each
-    value 0..255."""
+    """Write the lookup table of one colour channel of one image: the new value of each value 0..255 under the image's
+    operation. If the operation needs no table, each value maps to itself."""
     number, channel = tl.program_id(0), tl.program_id(1)
     image = images + number.to(tl.int64) * pixels * 3
     operation = operations + number * stride

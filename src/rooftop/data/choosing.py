@@ -14,7 +14,7 @@ NEAR_LINEAR = 0.75
 faster than threads.
 """
 PROCESSES_GAIN = 0.9
-"""Processes are chosen only if they take less than this fraction of the time of the other ways, because processes need
+"""Processes are chosen only if they take less than this fraction of the time of each other way, because processes need
 memory for copies of each batch and of the program.
 """
 
@@ -23,14 +23,14 @@ memory for copies of each batch and of the program.
 class Choice:
     """Says which way to make batches is to be timed next, and chooses one from the recorded times.
 
-    The remaining ways are not timed if "here" takes at most `QUICK_S` per batch, or if threads are almost as
-    fast as possible (`NEAR_LINEAR`).
+    The remaining ways are not timed if "here" takes at most `QUICK_S` per batch, or if threads make at least
+    `NEAR_LINEAR` * `workers` times as many batches per second as "here".
 
     Attributes:
         ways: ways to try, in this order. If there is only one way, it is chosen without a measurement.
         workers: number of threads or processes.
-        overlaps: whether workers can make batches while a device computes. The device waits while the loop itself makes
-            batches, so "here" is then chosen only if it takes at most `QUICK_S` per batch, or if no other way works.
+        overlaps: whether workers can make batches while a device computes. If so, "here" is chosen only if it takes at
+            most `QUICK_S` per batch, or if no other way works, because with "here" the device waits for each batch.
         seconds: for each timed way, the measured seconds per batch.
         refused: for each way that failed, the reason.
         chosen: the chosen way; None until a way is chosen.
@@ -93,9 +93,10 @@ class Choice:
 
 
 def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
-    """Return the fastest way. "processes" must take less than `PROCESSES_GAIN` times the time of the others.
+    """Return the fastest way; "processes" only if it takes less than `PROCESSES_GAIN` times as long as each other way.
 
-    If workers can make batches while a device computes, "here" is chosen only if it takes at most `QUICK_S` per batch.
+    "here" is always chosen if it takes at most `QUICK_S` per batch. Otherwise, if workers can make batches while a
+    device computes (`overlaps`), "here" is chosen only if no other way was timed.
     """
     here = seconds.get("here", float("inf"))
     if here <= QUICK_S:

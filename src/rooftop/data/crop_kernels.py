@@ -39,7 +39,7 @@ def resize_rows(
     size,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Resize ROWS rows of a crop horizontally."""
+    """Resize ROWS of a crop's original rows to the width of the result, `size` columns."""
     number = tl.program_id(1)
     crop = crops + number * ENTRIES
     height, width = tl.load(crop + HEIGHT), tl.load(crop + WIDTH)

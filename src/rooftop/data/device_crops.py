@@ -18,7 +18,7 @@ from torch import Tensor
 from rooftop.data.image_transforms import Drawn, ImageTransform, box
 from rooftop.launch.triton_launch import INTERPRETED, has_triton, launch
 
-ROWS = 8  # rows of a crop that one program of a kernel resizes
+ROWS = 8  # rows that one program computes: of a crop in `resize_rows`, of the result in `resize_columns`
 WARPS = 4
 
 

@@ -5,9 +5,10 @@
     for batch in loader:
         pixels, labels = batch.value  # `Pixels` on the GPU
 
-The loader's workers draw the same random numbers as `ImageTransform`. A GPU's pixels are close to the CPU's but not
-equal: NVJPEG's colours and the arithmetic of resizing differ slightly. RandAugment runs on the batch after decoding
-(`device_augment`). Colour jitter needs Pillow's operations, so it stays on the CPU.
+The loader's workers draw the random changes of each photograph by `ImageTransform`, so the crops and flips are the same
+as with decoding on the CPU. A GPU's pixels are close to the CPU's but not equal: NVJPEG's colours and the arithmetic of
+resizing differ slightly. RandAugment runs on the batch after decoding (`device_augment`). Colour jitter needs Pillow's
+operations, so it stays on the CPU.
 
 A GPU that decodes all photographs has less time for the training step. So the CPU can decode a fixed part of the
 photographs: `share` is the fraction that the GPU decodes. The CPU decodes the same photographs in every epoch.
@@ -63,7 +64,8 @@ class Encoded(NamedTuple):
 class EncodedBatch:
     """A batch that consists of undecoded files and of images that the CPU has decoded.
 
-    The contents of the files are one tensor, which a loader process passes in shared memory.
+    The contents of the files are one tensor, so that a worker process of the loader passes them to the training process
+    in shared memory.
 
     Attributes:
         content: uint8, the concatenated contents of all files.
@@ -283,8 +285,8 @@ def faster_decoding(
         device: the device that trains.
         how, workers: as in `Loader`.
         seconds: duration of each measurement.
-        arrive: decodes a batch on the device. None: a `DeviceImages`; the CPU is chosen if `device` is not a GPU or has
-            no NVJPEG.
+        arrive: decodes a batch on the device. If None, a `DeviceImages` decodes; then the CPU is chosen without a
+            measurement if `device` is not a GPU or has no NVJPEG.
     """
     assert isinstance(images.transform, ImageTransform)
     if reason := only_on_cpu(images.transform):

@@ -41,7 +41,7 @@ STAGES = {
 """The stages of the pipeline in order, with descriptions."""
 OF_WORKERS = ("disk", "decode", "augment", "sample")
 ENDLESS = 1 << 40  # epochs
-KEPT = 64  # number of samples whose content is kept in memory
+KEPT = 64  # number of samples to measure with, except for "disk"; their contents and decoded forms stay in memory
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Headspace:
 
     Attributes:
         rows: the measured stages, in the order of `STAGES`.
-        workers: number of workers in the loader and in the stages before collate. Samples that are not thread-safe
-            are measured in one thread ("sample").
+        workers: number of workers in the loader and in the stages before collate. Exception: if the samples are not
+            thread-safe, one thread runs the stage "sample".
         loading: a text that describes how the loader made batches.
         bounds: name of the slowest stage, which bounds the speed of the training.
         why: a text that explains why this stage is the slowest.
@@ -129,7 +129,8 @@ def headspace(
 def bound(rates: Mapping[str, float]) -> tuple[str, str]:
     """Find the slowest stage from each stage's samples per second; return (stage, explanation).
 
-    Each worker runs its stages one after another, while one thread collates.
+    Each worker runs disk, decode and augment one after another, so the workers' time per sample is the sum of the times
+    of these stages. One thread collates meanwhile, so collate is slowest if it takes longer than this sum.
     """
     loader, model = rates["loader"], rates.get("model", float("inf"))
     copy = rates.get("copy", float("inf"))
@@ -184,7 +185,7 @@ def _generator(index: int) -> np.random.Generator:
 
 
 def _rate(work: Callable[[int], object], indices: Sequence[int], workers: int, seconds: float) -> float:
-    """Measure calls per second with several threads; each thread uses its own indices."""
+    """Measure how often per second `workers` threads together call `work`; each thread has its own indices."""
     work(indices[0])
     counts, failures = [0] * workers, list[BaseException]()
     until = time.perf_counter() + seconds

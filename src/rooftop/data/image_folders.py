@@ -35,7 +35,7 @@ class ImageFolder:
     Args:
         root: a folder with one folder per class, which holds the class's photographs, also in subfolders. Names that
             begin with a dot are ignored. A warning counts the images of formats that are not read, such as GIF, and
-            names the first.
+            names the first of these files.
         transform: (RGB image, generator or None) -> image. With an `ImageTransform`, JPEGs are decoded no larger than
             needed. None: images are (3, H, W) uint8.
 

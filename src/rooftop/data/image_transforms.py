@@ -32,7 +32,7 @@ from rooftop.words import did_you_mean
 
 ASPECTS = (3 / 4, 4 / 3)  # range of width / height of random crops
 ERASED_PARTS, ERASED_ASPECTS = (0.02, 1 / 3), (0.3, 3.3)
-TRIES = 10  # maximum number of attempts to draw a shape that fits
+TRIES = 10  # maximum number of attempts to draw a crop, or a rectangle to erase, that fits into the image
 MARGIN = 256 / 224  # shorter side of the resized image / side of its central square, in validation, as for ImageNet
 JUDGED_REDUCTION = 2.0  # the decoder shrinks validation images to no less than twice the resized size
 # Images with a higher ratio of sides are cut before resizing. Without the cut, 5000 x 1 pixels took 1 GB and 2 s.
@@ -90,10 +90,10 @@ class ImageTransform:
             the maximum shift, as a fraction of the side. `jitter` is the strength of colour jitter, and `hue` the
             maximum change of the hue, as a fraction of the colour circle. `rand_augment` is a number of operations, and
             `magnitude` their strength, 0 to 10. With `rand_augment_on` "gpu", the `Normalizer` applies these operations
-            on the device; the resulting pixels are the same as with "cpu". `detail` is the minimum number of decoded
-            pixels per result pixel along a side, for random crops. `augment` None: no augmentation.
-        train: whether images are augmented. Validation uses the central square. If training uses crops, validation
-            first resizes the shorter side to 256/224 of `size`, as for ImageNet.
+            on the device; the resulting pixels are the same as with "cpu". `detail` is the minimum ratio of a
+            random crop's side, in decoded pixels, to `size`. `augment` None: no augmentation.
+        train: whether images are augmented. Validation resizes the shorter side and uses the central square. The
+            shorter side becomes 256/224 of `size`, as for ImageNet, if `augment.crop` is below 1, else `size`.
         mean, std: mean and standard deviation of the red, green and blue values in 0..1.
         normalize: whether this transform normalizes images; if not, it returns `Pixels`, which a `Normalizer`
             normalizes on the device.

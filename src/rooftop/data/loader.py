@@ -65,7 +65,7 @@ class Loader:
             times the first batches of these ways, and chooses a fast one (`choosing`).
         workers: number of threads or processes of this rank, at most 16 per CPU; 0: the number of CPUs divided by the
             number of ranks on this machine, at most 32.
-        ahead: number of batches that threads or processes make in advance.
+        ahead: number of batches that the threads or processes of this rank make in advance, all together.
         collate: makes a batch from a list of samples. With PyTorch's `default_collate`, all workers share the work of
             each batch. With another function, one worker makes a whole batch, and at least one batch per worker is made
             in advance.
@@ -159,7 +159,7 @@ class Loader:
         """Yield the batches of one or more epochs, from batch `start` of the first epoch.
 
         The first batches of an epoch are made while the consumer uses the last batches of the previous epoch. Several
-        iterations may run at the same time; each further one starts its own worker processes.
+        iterations may run at the same time, each with its own threads or processes.
 
         Raises:
             InputError: the call itself raises if `start` is not in 0..`len(self)`, `epoch` is below 0, or `epochs` is
@@ -285,10 +285,10 @@ class Loader:
         return self._copies.copied_bytes
 
     def close(self) -> None:
-        """End the worker processes.
+        """End the worker processes that wait for the next epoch.
 
-        Without this call, the processes wait for the next epoch until the loader is deleted or the program ends.
-        Leaving a loop over batches early also ends the processes.
+        Without this call, the processes wait until the loader is deleted or the program ends. A loop over batches that
+        is left early ends its own processes.
         """
         if self._processes is not None:
             self._close(self._processes)

@@ -43,7 +43,9 @@ from rooftop.errors import LoadingError
 from rooftop.hardware.page_faults import keep_memory
 
 ALIGNMENT = 64  # alignment of tensors in a slot, in bytes
-MOST_IN_FLIGHT = 256  # maximum number of batches in flight: this many tasks fit into a pipe, so sending never blocks
+# Maximum number of batches in flight. A worker has at most one task per batch, and its pipe has room for this many
+# tasks, so sending never blocks.
+MOST_IN_FLIGHT = 256
 PARENT_S = 1.0  # seconds between checks that the parent still runs
 NICE = 5  # lower priority than the training loop, which shares the cores and must launch its kernels in time
 
@@ -319,7 +321,7 @@ def _put(slot: Tensor, offset: int, tensor: Tensor) -> None:
 
 
 def _sendable(error: Exception) -> bytes:
-    """The exception if it can be pickled; if not, its text."""
+    """Pickle an exception. If unpickling it fails or changes its text, pickle a RuntimeError with its text instead."""
     notes = getattr(error, "__notes__", [])
     with suppress(Exception):
         content = pickle.dumps(error)

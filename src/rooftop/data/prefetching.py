@@ -51,4 +51,5 @@ def prefetched(items: Iterator[Item], count: int, interrupt: Callable[[], None])
         room.release()
         if not ended:
             interrupt()
-        thread.join()
+        if thread is not threading.current_thread():  # garbage collection may close the iterator in its own thread
+            thread.join()

@@ -28,7 +28,7 @@ class Operation(NamedTuple):
 
 
 def draw_operations(count: int, magnitude: float, generator: np.random.Generator) -> tuple[Operation, ...]:
-    """Draw random operations, with repetition."""
+    """Draw `count` random operations; the same operation may be drawn more than once."""
     names = generator.integers(len(OPERATIONS), size=count)
     signs = generator.integers(2, size=count) * 2 - 1
     return tuple(

@@ -149,7 +149,10 @@ class TarShards:
         )
 
     def _sample(self, entry: _Entry, value: Callable[[str], Any]) -> Any:
-        """Make a sample. `value` reads and decodes the sample's file with a given suffix."""
+        """Make a sample: the tuple of `fields`, or without `fields` a dict of all files by suffix, with "__key__".
+
+        `value` reads and decodes the entry's file with a given suffix.
+        """
         if self.fields is not None:
             return tuple(value(self._ending(entry, name)) for name in self.fields)
         if entry.wrong is not None:

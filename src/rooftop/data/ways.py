@@ -7,10 +7,11 @@ were begun.
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Protocol
 
 from rooftop.data.pieces import Job, Made, joined
+from rooftop.thread_pools import ThreadPool
 
 
 class Way(Protocol):
@@ -63,7 +64,7 @@ class Threads:
     def __init__(self, job: Job, workers: int, ahead: int) -> None:
         self._job = job
         self.in_flight = batches_in_flight(job, workers, ahead)
-        self._pool = ThreadPoolExecutor(workers, "rooftop-loader")
+        self._pool = ThreadPool(workers, "rooftop-loader")
         self._begun: deque[list[Future[Made]]] = deque()
 
     def begin(self, epoch: int, number: int) -> None:

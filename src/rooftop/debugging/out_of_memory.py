@@ -281,7 +281,7 @@ def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]
     def leaves(caller: FrameType) -> None:
         scopes, marks = calls()
         scopes.leave(caller)
-        marks.leave(caller)  # remove the mark of a module that was already running when the hooks were set
+        marks.leave(caller)  # finds no mark if the call began before the hooks were set
         marks.settle(caller)
         mark(marks.innermost or "")
 

@@ -108,8 +108,9 @@ def _torch_itself(part: str) -> Finding:
 
 
 def _package(part: str, module: str, package: str, extra: str = "", gpu_only: bool = False) -> Finding | None:
-    """Check that an optional package can be imported, and has the version that Rooftop's metadata requires, for a
-    package of an extra in the requirements of `extra`.
+    """Check that an optional package can be imported, and that its version fits Rooftop's metadata. `extra` is the
+    extra of Rooftop that requires the package; "" if none does, and then any version fits. With `gpu_only`, return None
+    if no GPU is usable.
     """
     if gpu_only and not gpu_usable():
         return None
@@ -236,7 +237,8 @@ def _compile(part: str) -> Finding:
 
 
 def _compiled_calls(part: str) -> Finding | None:
-    """Check the C++ extension that repeats earlier calls of Rooftop's functions without Python, if there is a GPU."""
+    """If a GPU is usable, check the C++ extension of `launch.repeated_calls`. Once Python has made a few calls of a
+    function with the same shapes, dtypes and so on, the extension makes further such calls without Python."""
     if not gpu_usable():
         return None
     usable, found = import_module("rooftop.launch.repeated_calls").state()

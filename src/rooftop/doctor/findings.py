@@ -82,7 +82,7 @@ def build_of(torch: Any) -> str:
 
 
 def reinstall(package: str) -> str:
-    """The command that reinstalls the installed version of a package, together with its requirements."""
+    """The command that reinstalls a package in its installed version, and also all of its requirements."""
     version = version_of(package)
     options = "--force-reinstall" + (" --index-url <the index it came from>" if "+" in version else "")
     return mending.pip(f"{package}=={version}", options=options)

@@ -32,7 +32,7 @@ LIBRARIES_DIFFER = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH
 
 class DriverAnswer(NamedTuple):
     """The answer of NVML: the driver's version, the newest CUDA version that the driver supports, and the number of
-    GPUs. If NVML reports an error: its text and NVML's error code."""
+    GPUs. If NVML reports an error, only the error's text and NVML's error code are set."""
 
     version: str = ""
     cuda: tuple[int, int] = (0, 0)

@@ -25,8 +25,8 @@ def python_asked_by(package: str) -> str:
 
 
 def asked_by(package: str, extra: str = "") -> dict[str, str]:
-    """The requirements of an installed package on this system: name -> version specifier, such as {"triton":
-    "==3.6.0"}."""
+    """The requirements of an installed package on this system, with those of the extra if one is given: name ->
+    version specifier, such as {"triton": "==3.6.0"}. Empty if the package is not installed."""
     try:
         requirements = metadata.requires(package) or []
     except metadata.PackageNotFoundError:

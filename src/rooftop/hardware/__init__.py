@@ -10,8 +10,9 @@
     measure_crossover                         the size above which the GPU beats the CPU
     diagnose                                  check which features work on this machine
 
-Names are loaded on first use, so this package can be imported even if torch is broken. Some names are defined in
-`rooftop.doctor`, which can be imported without this package, and in `rooftop.debugging`, which imports this package.
+Names are loaded on first use, so this package can be imported even if torch is broken. Some of the names above are
+defined in `rooftop.doctor`, which can be imported without this package, and in `rooftop.debugging`, which imports this
+package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Triton kernels that only move memory: read, write, copy, triad; and two kernels that do nothing.
 
-torch can measure a read only by a reduction, which may be slower than the memory, and does not guarantee 16-byte
-accesses. A ceiling is the better of torch's rate and these kernels' rate. `copy` from one dtype to another measures a
-cast, and `copy` within one tensor an in-place update.
+torch can measure a read only by a reduction, and a reduction may be slower than the memory. torch's kernels also do not
+always use 16-byte accesses. A ceiling is the better of torch's rate and these kernels' rate. `copy` from one dtype to
+another measures a cast, and `copy` within one tensor an in-place update.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class MemoryPoint:
     """Bandwidths over one working set, in bytes/s (bytes read plus bytes written). 0 means not measured.
 
     `read` is a sum, `write` a fill, `triad` a = b + s * c, and `cast` a conversion between four-byte and two-byte
-    elements. `update` is a = s * a in place, which reads and writes the same memory. `raised` and `raised_in_place`
-    are rates that operators of a program reached.
+    elements. `update` is a = s * a in place, which reads and writes the same memory. `raised` (out of place) and
+    `raised_in_place` are the rates of a program's operators that exceeded the measured rates; 0 if none did.
     """
 
     working_set_bytes: int
@@ -59,8 +59,8 @@ class MemoryPoint:
 
     @property
     def best_in_place(self) -> float:
-        """The best rate of work that overwrites its input. Each byte is read and then written at the same address, so
-        the write finds the address in a cache."""
+        """The best rate of any work, in place or out of place: the limit for work that overwrites its input. Such work
+        reads and then writes each address, so the write finds the address in a cache."""
         return max(self.best, self.update, self.raised_in_place)
 
 
@@ -138,8 +138,8 @@ class Ceilings:
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
         """Best rate by working set, as a pair (out-of-place, in-place). Each item is (sizes, rates). `sizes` are the
-        measured working sets in bytes, ascending. `rates` has one item more: the best rate of all, then for each size
-        the best rate at this or a larger size.
+        measured working sets in bytes, ascending. `rates` has one item more: rates[i + 1] is the best rate at
+        sizes[i] or a larger size; rates[0], for working sets below all sizes, is the best rate of all.
         """
         found = []
         for in_place in (False, True):

@@ -117,8 +117,9 @@ class BreakEven:
     """Whether the GPU beats the CPU at the measured sizes, and from which size on.
 
     Attributes:
-        verdict: where the GPU is faster: "always" (at every size), "never" (at no size), "from" (at all sizes from
-            `size` on, but not at the next smaller measured size), or "mixed" (at some sizes, but not at the largest).
+        verdict: at which measured sizes the GPU is faster: "always" (at all), "never" (at none), "from" (at all above
+            `size`, but not at the next one below; at still smaller ones either may be faster), or "mixed" (at some, but
+            not at the largest).
         size: the size at which the times are equal, interpolated between two measured sizes; None unless the verdict is
             "from".
     """
@@ -163,8 +164,8 @@ class Crossover:
 
     @property
     def unsteady(self) -> tuple[int, ...]:
-        """The sizes at which the times were unsteady: the spread of one of the three times (see `Timing`) is more than
-        10%."""
+        """The sizes at which the CPU's, the GPU's, or the GPU's time with transfers was unsteady: (75th - 25th
+        percentile) / median is more than 10%."""
         return tuple(
             p.size
             for p in self.points

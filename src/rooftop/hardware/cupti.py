@@ -2,8 +2,9 @@
 
 PyTorch's profiler attaches CUPTI when it first begins, and never detaches it. While CUPTI is attached, it intercepts
 each call of the CUDA runtime. So a host-bound program stays slower until it ends, even after profiling. (The GPU's own
-times do not change.) PyTorch has a switch against this, `TEARDOWN_CUPTI=1`, but with this switch every second run of
-the profiler misses kernels. So this module detaches CUPTI when the device is idle and all records have been read.
+times do not change.) PyTorch can detach CUPTI after each run of the profiler (`TEARDOWN_CUPTI=1`), but then every
+second run of the profiler misses kernels. So this module detaches CUPTI when the device is idle and all records have
+been read.
 
 During the detachment, no other thread may be inside a CUDA call. The GIL is held, so no Python thread can begin a CUDA
 call, and a thread that waits in the standard library is not inside a CUDA call. But NCCL's threads call CUDA all the

@@ -26,8 +26,8 @@ from rooftop.words import counted
 class Gpu:
     """A GPU. Memory and caches are in bytes, registers are counted, clocks are in MHz, power is in W.
 
-    `links` are the active NVLink links (None if the driver does not report them). `topology` is the path to each other
-    GPU, by name ("cuda:1"). `pcie_generation` and `pcie_width` are the highest that the GPU and its slot support.
+    `links` lists the active NVLink links (None if the driver does not report them). `topology` is the path to each
+    other GPU, by name ("cuda:1"). `pcie_generation` and `pcie_width` are the highest that the GPU and its slot support.
     """
 
     index: int
@@ -187,7 +187,8 @@ def _cpuinfo() -> dict[str, str]:
 
 @cache
 def _caches() -> dict[str, int]:
-    """Bytes by level ("L1d", "L2", "L3") of one core's cache; empty if the kernel does not report them."""
+    """Bytes by level ("L1d", "L2", "L3") of the caches that core 0 uses; a cache that cores share counts in full. Empty
+    if the kernel does not report them."""
     found = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:

@@ -65,7 +65,7 @@ def size_in_words(size: int) -> str:
 
 def part_in_words(words: str) -> str:
     """Find the part (see `part_of`) of a figure from its name for readers (see `in_words`). The function also reads
-    names of the first format ("read 2 MiB")."""
+    the names in ceilings files of format 1 ("read 2 MiB" instead of "read in 2 MiB")."""
     first, _, rest = words.partition(" ")
     if first in ("matrix", "convolution", "sustained"):
         return rest

@@ -1,9 +1,9 @@
 """Measure a GPU's bandwidth by working set, as an operator in the middle of a program finds it.
 
-In a program, the previous operator has just written an operator's input, so part of the input is still in L2. The
-output may stay in L2 after the operator's last kernel has ended. So each pattern is timed after each of several
-preparations. Preparations run backwards, so that they leave the beginning of the input, where the timed kernel begins,
-in the cache.
+In a program, the previous operator has just written an operator's input, so part of the input is still in L2. Part of
+the output may still be in L2, not yet written to memory, when the operator's last kernel ends. So each pattern is timed
+after each of several preparations. Preparations run backwards, so that they leave the beginning of the input, where the
+timed kernel begins, in the cache.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ def _copying(to: Tensor, source: Tensor) -> Callable[[], Any]:
 
 def _links(samples: Samples, device: torch.device) -> None:
     """Measure the rate of copies to the next GPU, and the best bus bandwidth of collectives over all GPUs."""
-    # imported here, because the processes that `collective_rates` starts run that file as their main module
+    # imported here, because the processes that `collective_rates` starts run that file as their main module: if the
+    # package itself imported it, they would load it twice
     from rooftop.hardware.collectives import collective_rates
 
     count = torch.cuda.device_count()

@@ -95,7 +95,8 @@ class Lower:
 @dataclass(frozen=True)
 class History:
     """The measurements of one machine, and its raises: ceilings that were raised because a program exceeded them. The
-    history keeps only the last measurements, and those that have the best value of a figure."""
+    history keeps only the last `MOST_MEASUREMENTS` measurements, and older ones that have the best value of a
+    figure."""
 
     machine: Machine
     measurements: tuple[Measurement, ...]
@@ -151,8 +152,8 @@ class History:
         """Figures of the last measurement that are worse (a lower rate or a longer time) than the history's best
         measured values. The best values stay.
 
-        For each working set, only its best bandwidth figure counts, and its best in-place figure. The largest
-        differences come first.
+        For each working set, only two bandwidth figures are compared: the out-of-place and the in-place figure with the
+        highest values in the whole history. The largest differences come first.
         """
         last, best = self.measurements[-1], best_of(measurement.figures for measurement in self.measurements)
         deciding = {name for names in _by_working_set(best).values() for name in _deciding(names, best)}
@@ -245,7 +246,8 @@ def history_of(ceilings: Ceilings) -> History:
 
 
 def _words_of(name: str) -> set[str]:
-    """The names that `Ceilings.disturbed` may contain for the rate or launch time `name`."""
+    """The texts in `Ceilings.disturbed` that mean the figure `name`. For a memory rate: "memory" (all working sets), or
+    "memory" with the size of its working set. For any other figure: only its own name for readers."""
     if part_of(name) == "memory":
         return {"memory", f"memory {size_in_words(int(name.split()[1]))}"}
     return {in_words(name)}

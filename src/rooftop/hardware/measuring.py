@@ -41,8 +41,9 @@ def measure_ceilings(
 
     Args:
         device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
-        refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements is kept.
-            `ceilings_history` shows the kept measurements; `forget_ceilings` discards them.
+        refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best value of each figure in
+            all measurements, old and new, is kept. `ceilings_history` shows the kept measurements; `forget_ceilings`
+            discards them.
         progress: called with (the current measurement, fraction done).
         precisions: the matrix rates that are needed ("bf16"); None for all. Precisions that the device lacks are
             omitted.
@@ -119,7 +120,9 @@ def forget_ceilings(device: torch.device | str | None = None) -> bool:
 
 
 def cache_path(identity: tuple[str, ...]) -> Path:
-    """The file that keeps the ceilings of a device under given versions."""
+    """The cache file of the ceilings of a device. `identity` contains the device and the versions (see
+    `probes.identity`).
+    """
     return cache_folder() / f"ceilings-{re.sub(r'[^A-Za-z0-9.+-]+', '_', '-'.join(identity))}.json"
 
 

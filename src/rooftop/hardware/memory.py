@@ -138,8 +138,9 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     """Measure the memory of a block of code. Blocks may be nested.
 
     On a GPU, tracking reads counters of the allocator, which cover all threads. Tracking resets PyTorch's peak counter
-    at the start. On the CPU, tracking counts, from 0, the bytes of storages that PyTorch operators create in the block.
-    Earlier storages, workspaces of kernels, and allocations of compiled code (`torch.compile`) are not counted.
+    at the start; enclosing blocks on that GPU keep their peak. On the CPU, tracking counts, from 0, the bytes of
+    storages that PyTorch operators create in the block. Earlier storages, workspaces of kernels, and allocations of
+    compiled code (`torch.compile`) are not counted.
 
     Args:
         device: by default the current GPU, or the CPU if there is no GPU.

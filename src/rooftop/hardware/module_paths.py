@@ -23,15 +23,15 @@ class ModulePaths:
     """The scopes (names of calls) of modules, and the scopes that own parameters. The tables keep neither modules nor
     parameters alive.
 
-    The first module that `adopt` names has the scope "". The scopes of modules that `adopt` names later begin with
-    their class names.
+    The first root that `adopt` names has the scope "". The scope of a later root is its class name, and the scopes of
+    the modules inside it begin with that name.
     """
 
     def __init__(self) -> None:
         self._first = WeakIdKeyDictionary()  # module -> its scope, from its first path below its root
         self._roots = WeakIdKeyDictionary()  # module -> the scope of its root
         self._called = WeakIdKeyDictionary()  # module -> scope of the caller -> scope of the module in that call
-        # scope -> the first module that was called under it and still exists
+        # scope -> the first module whose call had this scope; if that module is gone, the next such module
         self._running: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
         self._taken: set[str] = set()  # scopes already used, also by modules that no longer exist
         self._owners = WeakIdKeyDictionary()  # parameter -> the first scope that owns it

@@ -1,7 +1,7 @@
 """Dispatch modes that watch a program's operators, and neither end nor change the program.
 
-Under a dispatch mode PyTorch refuses to compile a function, and does not compile it later, either. `torch.cond`, which
-must be compiled, would raise. So these modes disable compilation.
+If a function's first call is under a dispatch mode, PyTorch does not compile the function, not even in later calls
+without the mode. `torch.cond`, which must be compiled, would raise. So these modes disable compilation.
 
 Operators that take functions (`torch.cond`, `while_loop`, `map`, `scan`, `flex_attention`) rely on the compiler, which
 turns all tensors that these functions use into arguments. Without the compiler, the gradients of these operators would
@@ -42,7 +42,8 @@ class LightMode(TorchDispatchMode):
 
     The compiler must not compile a mode's `__torch_dispatch__`. To mark this method, PyTorch's class imports the
     compiler at the mode's first operator. This class marks the method only if the program has imported the compiler
-    before the mode begins. The marked method is in a subclass, which is the mode's class while the mode is active.
+    before the mode begins. The marked method is in a subclass of the mode's class. While the mode is active, the mode
+    is an instance of this subclass.
     """
 
     _plain: Any = None  # the mode's original class while `__class__` is the subclass; else None
@@ -50,7 +51,7 @@ class LightMode(TorchDispatchMode):
     def __init_subclass__(cls, **options: Any) -> None:
         own = vars(cls).get("__torch_dispatch__")
         super().__init_subclass__(**options)
-        if own is not None and not isinstance(own, classmethod):  # PyTorch refuses a class method
+        if own is not None and not isinstance(own, classmethod):  # a class method raises at the first operator
             cls.__torch_dispatch__ = own  # type: ignore[method-assign]  # in place of PyTorch's wrapper
 
     def __enter__(self) -> Any:

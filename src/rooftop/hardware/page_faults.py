@@ -3,8 +3,8 @@
 The C library's `malloc` returns large blocks of memory to the system when they are freed. A step on a CPU that
 allocates and frees its activations then requests the same pages each time, and the system first fills each page with
 zeros. These page faults make a convolutional network slower. Whether malloc returns memory depends on the rest of the
-heap. So the heap is in one of two states: malloc keeps the memory after a step, or returns it. An analysis, which uses
-memory, can change that state.
+heap. So the heap is in one of two states: malloc keeps the memory after a step, or returns it. The memory that an
+analysis by Rooftop allocates can change the state of the program's heap.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ class PageFaults:
     def step_ms(self, threads: int) -> float:
         """The time that page faults add to a step of `threads` threads.
 
-        The system serves one thread at a time, and it is unknown whether the other threads wait for it. So the
-        result is the mean of two bounds: `system_ms` divided by `threads`, and the whole `system_ms`.
+        The system serves the page faults of one thread at a time. It is unknown whether the other threads compute
+        meanwhile or wait, too. So the result is the mean of two bounds: `system_ms` divided by `threads`, and the whole
+        `system_ms`.
         """
         return self.system_ms * (1 + 1 / threads) / 2
 
     def is_like(self, other: PageFaults) -> bool:
-        """Whether two results of `since` come from the same state of the heap: both have few page faults per step, or
-        about equally many.
+        """Whether two results of `since` come from the same state of the heap: both have fewer than `MANY` page faults
+        per step, or the larger number is less than twice the smaller.
         """
         least, most = sorted((self.count, other.count))
         return most < MANY or most < 2 * least

@@ -1,8 +1,8 @@
 """Run the measurements for the ceilings. A measurement has parts ("launches", "memory", "bf16", ...).
 
-On a GPU, bandwidths and burst matrix rates come from a kernel's shortest duration in the profiler, which also times
-operators. Launches, transfers and sustained rates are timed between events. On a CPU, every value comes from the
-fastest of several bursts. A ceiling is the best result of the undisturbed machine.
+On a GPU, bandwidths and burst matrix rates come from a kernel's shortest duration in the profiler. An analysis times
+the operators of a program by the same profiler. Launches, transfers and sustained rates are timed between events. On a
+CPU, every value comes from the fastest of several bursts. A ceiling is the best result of the undisturbed machine.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Pulse:
 
     @property
     def varied(self) -> tuple[str, float] | None:
-        """Name of the rate that varied most between calls of `take`, and its variation as a share of the median; None
-        after fewer than two calls."""
+        """Name of the rate that varied most between calls of `take`, and its (maximum - minimum) / median; None after
+        fewer than two calls."""
         spans = {
             name: (max(rates) - min(rates)) / median(rates) for name, rates in self._taken.items() if len(rates) > 1
         }

@@ -2,8 +2,8 @@
 
 PyTorch calls no hook if a module raises something other than an `Exception` (KeyboardInterrupt, SystemExit,
 asyncio.CancelledError), or if an optimizer raises anything. If the program then catches the exception and continues,
-that call seems to run forever, and all later calls would get its name. So each call is identified by the frame that
-runs it.
+that call seems to run forever, and everything that runs later outside any other call would be reported under its name.
+So each call is identified by the frame that runs it.
 """
 
 from __future__ import annotations

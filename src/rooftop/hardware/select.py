@@ -147,8 +147,8 @@ def on_each(
     """Run jobs on several devices at a time. Each device takes the next job from a queue when it is free.
 
     Each device has a thread and, on a GPU, its own stream. Device and stream are current in the thread. The stream
-    first waits for the work that the calling thread has launched on the current streams of all devices. A job ends when
-    its work on the stream has ended.
+    first waits for the work that the calling thread has launched on its current streams of all devices in `devices`. A
+    job ends when its work on the stream has ended.
 
     Args:
         jobs: functions that take a device. A result may be on that device.
@@ -161,8 +161,8 @@ def on_each(
 
     Raises:
         ValueError: there are no devices.
-        BaseException: the first exception of a job, with the job's number and device as a note. After the first error
-            no job is started, and the error is raised when the running jobs have ended.
+        BaseException: the earliest exception of a job, with the job's number and device as a note. After this exception
+            no job is started, and the exception is raised when the running jobs have ended.
     """
     places = places_of(devices)
     modes = Modes.of_this_thread()
@@ -250,7 +250,7 @@ class Ensemble(nn.Module):
 
         Raises:
             TypeError: an output is not a tensor, and `combine` is not given.
-            BaseException: the first exception of a model, with the model's number and device as a note, after all
+            BaseException: the earliest exception of a model, with the model's number and device as a note, after all
                 models have ended.
         """
         modes = Modes.of_this_thread()

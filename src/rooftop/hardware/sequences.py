@@ -43,12 +43,11 @@ LOWER_TENTH = 0.1
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step in ms, with an interval.
+    """The time of a step in ms, with an interval. A window's time is the mean of up to `WINDOW_STEPS` steps in a row.
 
     Attributes:
-        ms: the time: the 10th percentile of the windows, or the mean of all steps if `mean`.
-        low_ms, high_ms: the ends of the interval: the fastest window and the median of all windows; if `mean`, see
-            `of_loop`.
+        ms: the time: the 10th percentile of the windows' times, or the mean of all steps if `mean`.
+        low_ms, high_ms: the ends of the interval: the shortest and the median window's time; if `mean`, see `of_loop`.
         steps, blocks: the number of timed steps, and the number of their blocks.
         mean: whether the time is the mean of all steps.
         drift_ms: the difference between the highest and the lowest of the blocks' median step times.

@@ -24,7 +24,9 @@ class SourceLine:
 
 
 def user_line(frames: Iterable[tuple[str, int]]) -> SourceLine | None:
-    """The innermost of these (file, line) pairs that is outside torch and Rooftop; None if there is none."""
+    """The first of these (file, line) pairs that is outside torch and Rooftop; None if there is none. The innermost
+    frame's pair comes first.
+    """
     for file, line in frames:
         if not file.startswith((*LIBRARIES, "<frozen ")) and line > 0:
             return SourceLine(file, line)

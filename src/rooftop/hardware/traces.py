@@ -86,7 +86,8 @@ class Trace:
         events: all events of host and device, in no particular order. Available after the block.
         found: the result of `read`.
         beginning: whether a profiler of this class is starting now.
-        switching: returns the context in which a profiler of this class starts or ends; other modules may set it.
+        switching: returns a context manager, which this class enters while its profiler starts and while it ends. Other
+            modules may replace this function.
     """
 
     beginning: ClassVar[bool] = False

@@ -191,7 +191,7 @@ class Engine:
         self._graphs = Graphs(self.device, most_shapes, self._state) if use_graphs else None
         if on_gpu:
             torch.cuda.synchronize(self.device)  # later calls may run on other streams, which do not wait for this one
-        self._inputs: dict[Hashable, str] = {}  # signatures of the graphs, in readable form
+        self._inputs: dict[Hashable, str] = {}  # graph's key -> its inputs' shapes and dtypes as text
         self._lock = Lock()
         self._eager_calls = 0
         self._warned = False

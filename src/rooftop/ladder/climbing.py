@@ -31,9 +31,9 @@ class Outcome:
 
     Attributes:
         status: "measured": the result is right, and the rung was timed. "checked": the result is right, but the rung
-            was not timed. "compiled": the rung was compiled but not run. "absent": the rung has no code here, or a
-            package that it needs is not installed. "wrong": the result is wrong. "failed": there is no result. `note`
-            has the details.
+            was not timed. "compiled": the rung was compiled but not run. "absent": the tool has no such rung, or
+            a package or device that the rung needs is missing. "wrong": the result is wrong. "failed": there is no
+            result. `note` has the details.
         ms, spread: time of one call and its spread; None unless measured.
         rate: bytes/s or flop/s that the rung reached, in the ladder's `unit`; None unless measured.
         percent_of_roof: 100 * roof_ms / ms; None unless measured.
@@ -138,7 +138,9 @@ def _compiled(ladder: Ladder, rung: Rung, outcome: Outcome) -> Outcome:
 
 
 def difference(ladder: Ladder, result: Tensor) -> str:
-    """A sentence that says how a result differs from the exact result; empty if it does not differ."""
+    """A sentence that says how a result differs from the exact result; empty if all elements are within the ladder's
+    tolerance.
+    """
     exact = ladder.exact
     if result.shape != exact.shape:
         return f"a result of shape {tuple(result.shape)}, expected {tuple(exact.shape)}"

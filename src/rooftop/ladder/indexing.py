@@ -116,8 +116,8 @@ def sectors(layout: Layout, columns: int) -> int:
 
 
 def warps_with_work(layout: Layout, rows: int, columns: int, capability: tuple[int, int], units: int) -> float:
-    """The share of warps with work among all warps that `units` multiprocessors can hold, limited by the occupancy and
-    the grid.
+    """The number of warps with work that run at the same time, as many as occupancy and grid allow, divided by the
+    number of warps that `units` multiprocessors have room for.
     """
     threads = layout.block[0] * layout.block[1] * layout.block[2]
     registers = cuda.compile(source(FILE), layout.instance, arch=f"sm_{capability[0]}{capability[1]}").binary.registers

@@ -30,7 +30,8 @@ from rooftop.ladder.rungs import (
 from rooftop.launch.triton_launch import launch
 
 FILE = "layer.cu"
-BLOCK = 256  # threads of a block in CUDA C++, elements of a program in Triton (`bias_sigmoid`: four times as many)
+# Threads of a block in CUDA C++, and elements of a program in Triton; Triton's `bias_sigmoid` has four times as many.
+BLOCK = 256
 TILE = 64  # rows and columns of a tile of the CUDA C++ product
 TRITON_TILE = (64, 64, 32, 4, 2)  # rows, columns and depth of a tile, warps, stages; not tuned
 EACH, APART, FUSED = "one thread per output", "tiles; bias and sigmoid apart", "tiles; bias and sigmoid fused"

@@ -1,5 +1,6 @@
 """The Triton kernels that correspond to `matmul.cu`. `tl.dot` runs on the ordinary cores for float32 without TF32, and
-on the tensor cores for half precision. The compiler chooses registers, shared memory and prefetching (`num_stages`)."""
+on the tensor cores for half precision. The launch parameter `num_stages` determines how far the kernel prefetches. The
+compiler then assigns registers and shared memory."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class SpeedOutcome:
     """The result of a rung.
 
     Attributes:
-        status: "measured". "absent": the rung cannot run here. "wrong": its result differs from the first rung's.
-            "failed": the rung returned no result.
+        status: "measured". "absent": a package or device that the rung needs is missing. "wrong": its
+            result differs from the first rung's. "failed": the rung returned no result.
         roof: the roof that limits the rung: "one core", "all cores" or "GPU".
         stop: the condition under which this rung is fast enough, in words.
         note: a remark, or after an error the error's message.
@@ -106,7 +106,8 @@ def climb_python(
         ladder: made by `python_ladder`.
         device: device of the rungs on a GPU; "cpu" if there is none.
         seconds: about how long to time a rung. A rung whose call takes longer than 0.2 s is timed by two calls instead.
-            Plain Python is timed on a part of the points, at least 128 if there are so many.
+            Plain Python is timed on the first points only, at least 128 if there are so many, and the time is scaled up
+            to all points.
         progress: called with (the current activity, fraction done).
     """
     progress("roofs", 0.0)
@@ -214,7 +215,8 @@ def _timed(
     ladder: SpeedLadder, outcomes: list[SpeedOutcome], took: list[float], device: torch.device, seconds: float
 ) -> dict[int, Timing]:
     """Time all rungs with a correct result. Return the timings by the rung's index. Rungs that are timed in the same
-    way (`SpeedRung.clock`) are interleaved. On the host, slow rungs and rungs with a `part` are timed separately.
+    way (`SpeedRung.clock`) are interleaved. On the host there are three such groups: slow
+    rungs, rungs with a `part`, and all others.
     """
     right = {place: rung for place, rung in enumerate(ladder.rungs) if outcomes[place].status == CHECKED}
 

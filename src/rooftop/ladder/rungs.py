@@ -116,7 +116,8 @@ def build(name: str, size: int | None = None, device: torch.device | str | None 
         name: one of `LADDERS`.
         size: the size. If None, the ladder's default size, or without a GPU its small size.
         device: if None, the GPU if there is one, else the CPU. On "cpu" the Triton rungs run in Triton's interpreter
-            (in a process with TRITON_INTERPRET=1). The rungs in CUDA C++ can then be compiled, but not run.
+            if this process started with TRITON_INTERPRET=1, else not at all. The rungs in CUDA C++ can then be
+            compiled, but not run.
 
     Raises:
         ValueError: there is no such ladder, or it cannot have this size.

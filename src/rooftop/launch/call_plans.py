@@ -17,7 +17,8 @@ from rooftop.launch.known_calls import Memory, Step, Zeros
 from rooftop.launch.lessons import ANY, Called, Lesson, Part, Varied
 from rooftop.launch.row_counts import Code, codes_of, value_of
 
-# Values in place of the number of arrival counters, for memory without such counters:
+# Values in place of the number of arrival counters, for memory without such counters. In arrival counters, the programs
+# of a kernel count their arrivals (counters.py).
 ALLOCATED = -1  # the plan allocates the memory
 NOT_ALLOCATED = -2  # an operator of PyTorch allocates the memory, or nothing uses it
 
@@ -84,7 +85,7 @@ class Places:
 
     Attributes:
         memory: the allocations. An allocation that is a result of the call has the shape of that result.
-        shapes: shape and strides of each result in allocated memory, by the index of its allocation in `memory`.
+        shapes: shape and strides of each result that is an allocation, by the allocation's index in `memory`.
     """
 
     def __init__(self, lesson: Lesson) -> None:
@@ -156,8 +157,8 @@ class Places:
         return Result(source, tuple(gradient.shape), gradient.stride(), offset)
 
     def of_argument(self, tensor: Tensor) -> int:
-        """An operator that autograd records takes a view of one of the call's given tensors. Return that tensor's
-        index. The view must have all elements of the tensor, in the same order.
+        """Return the index of the given tensor of which `tensor` is a view. The operator that autograd records takes or
+        keeps `tensor`. The view must have all elements of the given tensor, in the same order.
         """
         source = self.lesson.source(tensor)
         if source is None or source >= len(self.lesson.given):

@@ -125,7 +125,8 @@ class Kernel:
     Attributes:
         binary: machine code and its properties: registers, shared memory, the compiler's log.
         name, arch: the kernel's name, and the architecture for which it is compiled.
-        max_threads_per_block: the maximum due to the kernel's registers; `__launch_bounds__` may set a lower maximum.
+        max_threads_per_block: the maximum that the kernel's registers allow. A lower maximum that `__launch_bounds__`
+            sets is not considered.
     """
 
     def __init__(self, binary: nvrtc.Binary, source: str, options: nvrtc.Options) -> None:

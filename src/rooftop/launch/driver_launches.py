@@ -23,7 +23,8 @@ _FORMATS = {
 
 def for_driver(step: Step, varied: Varied | None = None) -> dict[str, Any] | None:
     """Describe a recorded launch for the C++ code, which repeats it through the CUDA driver. `varied` has formulas for
-    sizes that vary from call to call. Return None if only Triton can launch the kernel.
+    the grid and for integer arguments of the kernel that vary from call to call. Return None if only Triton can launch
+    the kernel.
     """
     assert step.compiled is not None
     compiled: Any = step.compiled.whole

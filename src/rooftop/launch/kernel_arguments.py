@@ -116,8 +116,8 @@ def signature(kernel: str, types: tuple[str, ...]) -> Signature:
 
 
 def parameter_types(demangled: str) -> tuple[str, ...]:
-    """Return the parameter types in a demangled name such as `void f<void (*)(float const*, int)>()`, in the usual
-    spelling (const float*, int).
+    """Return the parameter types of the function pointer in a demangled name such as `void f<void (*)(float const*,
+    int)>()`, in the usual spelling ("const float*", "int").
     """
     inner = demangled[demangled.index("(*)(") + len("(*)(") : demangled.rindex(")>()")]
     types, depth, start = [], 0, 0

@@ -248,7 +248,7 @@ class Steps(NamedTuple):
 
 def launch_steps(steps: Sequence[Step], sources: Sequence[Any]) -> None:
     """Repeat recorded launches of kernels on the current device. `sources` has the tensors to which the kernels get
-    pointers: the operator's arguments, then its allocations. Allocations that do not exist yet are None.
+    pointers: the operator's arguments, then its allocations. An allocation that these launches do not use may be None.
     """
     addresses = [0 if each is None else each.data_ptr() for each in sources]
     for kernel, compiled, grid, given, pointers, parameters in steps:

@@ -1,8 +1,8 @@
 """Compile and load repeated_calls.cpp, which repeats earlier calls without Python, and observe the calls that it will
 repeat.
 
-The C++ code is compiled in the background, at the latest when a call of an operator of `declare(..., known=...)` first
-repeats on a GPU, and stored in Rooftop's cache.
+The C++ code is compiled in the background, and stored in Rooftop's cache. The compilation starts at the latest at the
+second call of an operator of `declare(..., known=...)` with the same facts (shapes, dtypes and so on) on a GPU.
 """
 
 from __future__ import annotations

@@ -51,9 +51,7 @@ def numba_works() -> bool:
 
 
 def worth_a_loop(elements: int) -> bool:
-    """Whether Numba is installed, and a compiled loop over this number of elements saves more time than its start
-    takes.
-    """
+    """Whether to use a compiled loop: there are at least `LEAST_ELEMENTS` elements, and Numba is installed."""
     return elements >= LEAST_ELEMENTS and numba_is_installed()
 
 
@@ -110,7 +108,7 @@ def in_threads(work: Callable[[int, int], None], count: int, most: int) -> None:
         most: the maximum number of threads.
 
     Raises:
-        BaseException: the first exception of a thread, raised after all threads have ended.
+        BaseException: the exception that a thread raised first, raised again after all threads have ended.
     """
     threads = max(1, min(torch.get_num_threads(), most, count))
     bounds = [count * n // threads for n in range(threads + 1)]

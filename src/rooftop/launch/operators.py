@@ -72,7 +72,8 @@ class Signature(Protocol[Result_co]):
             changes only the arguments in `mutates` of `declare`. `run` returns None if the operator has no result.
         fake(): returns results with the same shapes, strides and dtypes as the results of `run`, but without values, as
             in `torch.library.register_fake`.
-        cost(made): the minimum cost of a call that returned the results `made`.
+        cost(made): the `Cost` of a call that returned the results `made`: the bytes that it must at least move, and
+            its flops.
         in_pytorch(): computes the results by PyTorch's own operators, on any device. `torch.onnx.export` and
             `ExportedProgram.run_decompositions` use this method as the operator's decomposition.
         formula(): computes the results by PyTorch's own operators, for transforms of `torch.func` and forward-mode
@@ -108,8 +109,8 @@ def declare(
         signature: a `typing.NamedTuple` class with the methods of `Signature`. The annotations of the class, and the
             return annotation of `run`, determine the schema.
         mutates: arguments that `run` changes. An operator with `mutates` has no derivative. Python makes the decisions
-            of each call, except if C++ repeats the call (repeated_calls.py). C++ repeats the call only if nothing else
-            refers to the changed argument.
+            of each call, except if C++ repeats the call (repeated_calls.py). C++ repeats the call only in a backward
+            that changes tensors which forward allocated and kept, but did not return.
         slopes: the number of leading results that have gradients; None: all. A list of tensors is one result.
         derivative: `no_second_derivative(...)`, which raises an error, for a backward operator that cannot be
             differentiated.

@@ -122,7 +122,9 @@ def recording_of(
         filled = result.source - count
         mine = of_operator.index(filled) if filled in of_operator else None
         if each.requires_grad != (mine is not None):
-            raise Unplanned("a result that requires grad is not a result of the operator, or is detached")
+            raise Unplanned(
+                "a result that requires grad is not a result of the operator, or a result of the operator is detached"
+            )
         if mine is None:
             continue
         if not is_view(record.results[mine], each):

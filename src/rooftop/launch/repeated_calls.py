@@ -7,10 +7,10 @@ launches Triton kernels and runs PyTorch's own operators, and autograd records a
 `repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls with the same facts. The results
 are identical bit for bit to those of Python.
 
-The C++ code is compiled in the background, at the latest when a call of an operator of `declare(..., known=...)` first
-repeats on a GPU, and stored in Rooftop's cache. Until the C++ code is compiled, and on machines without a C++ compiler,
-Python makes the calls. `ROOFTOP_COMPILED_CALLS=0` disables the C++ code, and `ROOFTOP_COMPILED_CALLS=wait` waits for
-its compilation. `rooftop doctor` shows the state of the C++ code.
+The C++ code is compiled in the background, and stored in Rooftop's cache. The compilation starts at the latest at the
+second call of an operator of `declare(..., known=...)` with the same facts on a GPU. Until the C++ code is compiled,
+and on machines without a C++ compiler, Python makes the calls. `ROOFTOP_COMPILED_CALLS=0` disables the C++ code, and
+`ROOFTOP_COMPILED_CALLS=wait` waits for its compilation. `rooftop doctor` shows the state of the C++ code.
 """
 
 from __future__ import annotations

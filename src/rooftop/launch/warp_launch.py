@@ -1,4 +1,5 @@
-"""Launch Warp kernels on PyTorch's tensors, device and stream. Kernels are loaded once, and launches are counted.
+"""Launch Warp kernels on PyTorch's tensors, device and stream. Kernels are loaded once. `count_launches` counts the
+launches.
 
 `launch_warp` packs all arguments at each launch. `Launches` packs the arguments once, for kernels that are launched
 repeatedly with the same structs.
@@ -88,7 +89,7 @@ class Launches:
 
         Args:
             threads: the number of threads.
-            arguments: whole numbers, and Warp's own values.
+            arguments: ints, and Warp's own arrays, structs and vectors.
         """
         if threads == 0:
             return

@@ -51,9 +51,10 @@ class MatData:
         flags: `MatDataFlag`s of the block.
         mapping: the side that may access the block now: "host" for host memory, "device" for a GPU's memory. Within
             `Mat.mapped()`, a GPU's block is "host" too, and the data in GPU memory is out of date.
-        used_bytes: offset in the storage at which the last row of any header ends. A header grows in place only if its
-            last row ends at this offset. So two headers of one block never push different rows to the same position.
-            (In OpenCV, they can.)
+        used_bytes: offset in the storage up to which headers have had rows, including deleted headers. If the block has
+            only one header, the end of that header's last row. A header grows in place only if its last row ends at
+            this offset. So two headers of one block never push different rows to the same position. (In OpenCV, they
+            can.)
     """
 
     __slots__ = ("__weakref__", "_bases", "allocator", "device", "flags", "mapping", "share", "size_bytes",
@@ -105,7 +106,8 @@ class MatData:
             )
 
     def strided(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
-        """A tensor on the block; strides and offset count elements of the dtype."""
+        """A tensor on the block. Strides and offset count elements of the dtype. The offset begins at the storage, not
+        at the block."""
         self.check_mapping()
         base = self._bases.get(dtype)
         if base is None:

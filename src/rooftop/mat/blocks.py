@@ -77,8 +77,8 @@ class Block(ExportedHeader):
         self._submatrix = False
 
     def _finish(self) -> None:
-        """Set where the last row ends, and how far rows may grow, for a header that is not a region of another
-        header.
+        """Set `_end`, where the last row ends, and `_limit`, up to where rows can be appended. The header must not be a
+        region of another header.
         """
         self._end = self._offset + headers.span_bytes(self._sizes, self._steps)
         self._limit = self._offset + self._sizes[0] * self._steps[0] if self._data is not None else self._offset

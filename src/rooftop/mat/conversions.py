@@ -54,8 +54,8 @@ _MOST_SCALE = 2.0**128  # a larger scale moves every integer except 0 beyond the
 def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool:
     """Whether a conversion is evaluated exactly, as an expression of integers.
 
-    Both depths must be integer types, and one of them must have 64 bits. Scale and shift must be integers below
-    2**128 in magnitude. With a scale of 1 and a shift of 0, no expression is needed, and the result is False.
+    Both depths must be integer types, and at least one of them must have 64 bits. Scale and shift must be integers
+    below 2**128 in magnitude. With a scale of 1 and a shift of 0, no expression is needed, and the result is False.
     """
     integers = DEPTHS[depth].limits is not None and DEPTHS[new_depth].limits is not None
     if not integers or not {depth, new_depth} & {CV_64S, CV_64U} or (alpha, beta) == (1, 0):

@@ -11,7 +11,7 @@ from rooftop.launch.numba_loops import worth_a_loop
 from rooftop.launch.triton_launch import INTERPRETED
 from rooftop.mat.conversions import WITHOUT_PROGRAMS, convert_blocks, scaling_of
 
-_EPSILON = 2.0**-52  # a scale this close to 1, and a shift this close to 0, are ignored
+_EPSILON = 2.0**-52  # if the scale is this close to 1 and the shift this close to 0, both are ignored
 
 
 def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: float, beta: float) -> None:

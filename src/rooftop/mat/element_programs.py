@@ -140,7 +140,8 @@ class Numbers:
         return apply(carrier, apply("int64" if DEPTHS[depth].size_bytes > 2 else "int32", x))
 
     def nearest(self, x: Expression, known: Bounds | None, limits: Bounds) -> Expression:
-        """Round half to even and saturate, to an integer in the lower 32 bits; NaN becomes the least value."""
+        """Round half to even and saturate to the limits; the result is an int32 with the lower 32 bits of this integer.
+        NaN becomes the least value."""
         if known is not None and limits.low <= known.low and known.high <= limits.high:
             return apply("nearest", x if known.largest <= _NEAREST_IN_FLOAT32 else apply("float64", x))
         if self.about is not None:

@@ -93,7 +93,8 @@ def _store_large(plan: ExpressionPlan, root: MatExpr, tensors: Sequence[Tensor],
 
 
 def _launched(nodes: Sequence[MatExpr], target: Tensor, depth: int) -> bool:
-    """Launch the cached kernel if Mats of this layout were evaluated before. Return whether the kernel was launched."""
+    """Launch the kernel that is cached for this expression and its Mats' types, sizes, steps and alignments. Return
+    whether there is one and it was launched."""
     from rooftop.mat.kernel_programs import Evaluation
 
     return Evaluation(nodes, target, depth).again()

@@ -5,11 +5,11 @@ The reference is float64: each operation is rounded to float64, and the final va
 depth. If every value is known to be a multiple of 2^unit that a narrower dtype represents exactly, computing in that
 dtype gives exactly the same numbers. So 8-bit images are added in int16, and `a * 0.5` in float32.
 
-Floating elements have no bounds. An expression of floating elements, computed in float32, gives the same bits as in
-float64 if no value is rounded twice before it is stored as float32. min, max, abs, negation and comparisons do not
-round. One sum, difference, product or quotient of float32 numbers, rounded to float32, equals the float64 result
-rounded to float32, since 53 >= 2 * 24 + 2 (Figueroa 1995, "When is double rounding innocuous?"). The same applies to
-half precision computed in float32.
+Floating elements have no bounds. An expression of floating elements, computed in float32 and stored as float32, gives
+the same bits as in float64 if each path from an element to the result contains at most one operation that rounds, and
+no comparison has a rounded operand. min, max, abs, negation and comparisons do not round. One sum, difference, product
+or quotient of float32 numbers, rounded to float32, equals the float64 result rounded to float32, since 53 >= 2 * 24 + 2
+(Figueroa 1995, "When is double rounding innocuous?"). The same applies to half precision computed in float32.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def _float32_is_enough(root: MatExpr, nodes: list[MatExpr], bounds: BoundsOf, de
     float32, and storing the rounded value gives the same number as storing the float64 value."""
     narrow = {CV_32F: (CV_32F,), CV_16F: (CV_16F,), CV_16BF: (CV_16BF,)}.get(depth, ())
     rounded: dict[int, bool] = {}
-    # whether all leaves have the target's precision: then a float32 result that is rounded to the target's depth gives
-    # the same stored number as a float64 result
+    # whether all Mats have the target's depth, which also represents all numbers exactly: then a float32 result that is
+    # rounded to this depth gives the same stored number as a float64 result
     leaves_allow = True
     for each in nodes:
         operands = [rounded[id(operand)] for operand in each._operands]

@@ -39,12 +39,13 @@ class ExportedHeader(Header):
         several. A Mat without sizes, such as `Mat()`, gives (0,) or (0, C).
 
         Raises:
-            ValueError: the Mat is on a GPU; `cpu().numpy()` copies it.
+            ValueError: the Mat is on a GPU; use `cpu().numpy()` or `mapped()`.
             TypeError: the depth is CV_16BF, which NumPy lacks.
         """
         if self._device.type != "cpu":
             raise ValueError(
-                f"NumPy arrays cannot be on {self._device}: cpu().numpy() copies the Mat, mapped() maps it"
+                f"NumPy arrays cannot be on {self._device}: cpu().numpy() copies the Mat; `with m.mapped() "
+                "as array` also writes changes of the copy back"
             )
         numpy_dtype(self._type)
         array = self._array_shaped(self._tensor()).numpy()

@@ -112,8 +112,8 @@ def _as_rows(m: Mat, value: Mat | MatLike | ScalarLike) -> Mat:
 
 
 def _grows_in_place(m: Mat, rows: int) -> bool:
-    """Whether the Mat can grow to `rows` rows in its own memory: the reserved memory suffices, and no other header uses
-    it.
+    """Whether the Mat can grow to `rows` rows without a move: the reserved memory after its last row suffices, and no
+    other header uses that memory.
     """
     data = m._data
     if data is None or m._submatrix or data.user_given or m._offset + rows * m._steps[0] > m._limit:

@@ -55,9 +55,9 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
     """The fields of a header on a NumPy array, a tensor, or an object with DLPack or one of the array interfaces.
 
     Args:
-        type: If the type has more than one channel, the array's last dimension is the channels. If `type` is None, a
-            three-dimensional array whose last dimension is at most 512 is an image with channels; any other array has
-            one channel.
+        type: If the type has more than one channel, the array's last dimension (with layout "chw", its first) is the
+            channels. If `type` is None, a three-dimensional array with at most 512 numbers along this dimension is an
+            image with channels; any other array has one channel.
         layout: "hwc", or "chw" if the shape is (C, H, W) while the channels are interleaved in memory.
 
     Raises:
@@ -156,8 +156,8 @@ def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: s
 
 
 def _steps(sizes: Sizes, strides: Sizes, elem_bytes: int, copied: str) -> Sizes:
-    """Check the strides, and return them. The strides of dimensions of size 1 do not matter; they are set as for
-    contiguous elements."""
+    """Check the strides, and return them. The strides of dimensions of size 1 do not matter; each is replaced by
+    the least valid step: the next dimension's step times its size."""
     steps: list[int] = []
     least = elem_bytes
     for axis in range(len(sizes) - 1, -1, -1):

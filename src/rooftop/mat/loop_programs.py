@@ -154,7 +154,9 @@ def run_loop(
 
 
 def _rectangles(views: Sequence[Tensor], channels: int) -> Iterator[tuple[list[int], int, int, list[int]]]:
-    """Yield (offset of each view, number of rows, number of columns, row step of each view)."""
+    """Divide the views into rectangles. Yield (offset of each view, number of rows, number of columns, row step of each
+    view). A column is one number, so an element with 3 channels takes 3 columns; offsets and steps count numbers, too.
+    """
     *outer, columns = views[0].shape
     if not outer:
         width = max(_ROW // channels, 1) * channels

@@ -14,7 +14,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["source_lead", "target_lead", "mask_lead"])
 def masked_copy(
-    source,  # rows of numbers; if CHANNELS > 0, a table with one column per channel
+    # Rows of numbers. If CHANNELS > 0, (CHANNELS, TABLE): row p repeats the element's numbers, starting at channel p.
+    source,
     target,  # rows of numbers
     mask,  # rows of bytes: one byte for every PER numbers
     # Leads and distances between rows count words: WORD numbers for source and target, MASK_WORD marks for the mask.
@@ -22,7 +23,7 @@ def masked_copy(
     rows, inner_rows, words,  # number of rows; rows of the inner dimension; words of a row
     source_outer, source_inner, target_outer, target_inner, mask_outer, mask_inner,  # distances between rows
     CHANNELS: tl.constexpr,  # number of channels if the source is one element; 0 if it is not
-    TABLE: tl.constexpr,
+    TABLE: tl.constexpr,  # row length of that table
     PER: tl.constexpr,
     WORD: tl.constexpr,  # numbers that one load or store of source and target moves
     WORDS: tl.constexpr,  # words of a group; a group covers whole marks

@@ -65,8 +65,8 @@ def _has_rows(x: Tensor) -> bool:
 
 
 def _is_of(x: Tensor, width: int) -> bool:
-    """Whether an element with several channels can be viewed as one number of `width` bytes: its size fits, and its
-    steps are aligned.
+    """Whether x (..., channels) can be viewed as numbers of `width` bytes: either its numbers have this size, or its
+    elements with all channels have exactly this size, and offset and steps are multiples of it.
     """
     own = x.element_size()
     steps = [x.storage_offset(), *x.stride()[:-1]]

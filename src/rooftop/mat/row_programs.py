@@ -125,7 +125,7 @@ def blocks_of(views: Sequence[Tensor], channels: int) -> Iterator[Block]:
     columns = min(_TILE_COLUMNS * channels if turned else BLOCK, BLOCK)
     most = BLOCK
     width = max(columns // channels * channels, channels)
-    if last == channels and outer:  # keep the channels together if no other dimension merges with them
+    if last == channels and outer:  # the last dimension has only the channels: `most` limits the dimension before
         most, width = max(columns // channels, 1), channels
     # A chunk of a dimension takes as many indices as fit into a block, given the chunks of all later dimensions.
     chunks = [min(width, last)]
@@ -192,7 +192,7 @@ class _Writer:
         return self.first_scratch + len(self.program.scratch) - 1
 
     def give_back(self, register: int) -> None:
-        """Free a scratch register; other registers stay allocated."""
+        """Free a register if it is a scratch register. If it belongs to a Mat, the target or numbers, do nothing."""
         if register >= self.first_scratch:
             self.free[self.program.scratch[register - self.first_scratch]].append(register)
 

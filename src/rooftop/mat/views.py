@@ -105,7 +105,7 @@ class Header(Shaped):
 
     _steps: Sizes  # bytes
     _data: MatData | None  # None if there are no elements
-    _share: object  # counts the headers of the block
+    _share: object  # shared by all headers of the block: its reference count gives their number
     _offset: int  # byte offset of the first element in the storage
     _start: int  # byte offset of the whole Mat from which this header was cut
     _end: int  # byte offset at which the last row of that whole Mat ends

@@ -133,7 +133,8 @@ def _fitted(digits: Digits, known: Bounds) -> Digits:
     for place in range(len(digits) - 1):
         digits[place + 1] = digits[place + 1] + (digits[place] >> _BITS)
         digits[place] = digits[place] & _MASK
-    for place in range(count, len(digits)):  # these bits only repeat the sign, so shifting them out loses nothing
+    # Add the other digits to the last one that is kept. Bits that overflow int64 only repeat the sign.
+    for place in range(count, len(digits)):
         if _BITS * (place - count + 1) < 64:
             digits[count - 1] = digits[count - 1] + (digits[place] << _BITS * (place - count + 1))
     return digits[:count]

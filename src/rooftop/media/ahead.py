@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 from rooftop.errors import InputError
 from rooftop.hardware.cpus import usable_cpus
+from rooftop.thread_pools import ThreadPool
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -47,7 +48,7 @@ def in_order(
 
 
 def _results(function: Callable[[Item], Result], items: Iterable[Item], threads: int, ahead: int) -> Iterator[Result]:
-    pool = ThreadPoolExecutor(threads, "rooftop-ahead")
+    pool = ThreadPool(threads, "rooftop-ahead")
     begun: deque[Future[Result]] = deque()
     try:
         for item in items:

@@ -16,7 +16,7 @@ import warnings
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from rooftop.errors import InputError
 from rooftop.media.errors import DamagedVideoError
 from rooftop.media.forms import Normalization
 from rooftop.media.reading import VideoReader
+from rooftop.thread_pools import ThreadPool
 from rooftop.words import counted
 
 OPEN_FILES = 2  # maximum open readers per thread; on a GPU, each open reader occupies an NVDEC session
@@ -260,7 +261,7 @@ class ClipLoader:
     def _batches(self, groups: list[list[int]]) -> Iterator[ClipBatch]:
         waiting: deque[list[Future[_Made | None]]] = deque()
         streams = threading.local()
-        with ThreadPoolExecutor(self.threads, "rooftop-clips") as pool:
+        with ThreadPool(self.threads, "rooftop-clips") as pool:
             try:
                 for number in range(len(groups) + self.ahead):
                     if number < len(groups):

@@ -36,7 +36,8 @@ DECODING_CLOCKS = ("asf", "mxf", "nsv")
 """Formats that may store only the time at which a packet is decoded. For some codecs (MPEG-4 in ASF, MPEG-2 in MXF),
 FFmpeg derives the time at which the frame is shown. For other codecs (H.264), FFmpeg derives a wrong time.
 """
-SAMPLED = 100  # number of packets to check for derived times; H.264 reorders within at most 16 frames
+# Number of packets whose times `_only_decoding_clock` checks. This is enough: H.264 reorders within at most 16 frames.
+SAMPLED = 100
 
 KEY_FRAMES_ONLY = frozenset(
     ["mjpeg", "png", "ffv1", "prores", "dnxhd", "huffyuv", "ffvhuff", "utvideo", "rawvideo", "v210", "jpeg2000"]
@@ -57,7 +58,7 @@ ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")
 UNMARKED = ("gif",)  # codecs for which some containers do not mark the first packet as a key frame
 
 WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: unknown, I, SI
-_SLACK_S = Fraction(1, 1000)  # tolerance for the durations in a Matroska file
+_SLACK_S = Fraction(1, 1000)  # a Matroska file may state that its video ends this much later than the whole file
 
 MOST_FPS = 1000  # a stated rate above this number is not the frame rate if it equals the rate of the file's clock
 
@@ -156,7 +157,8 @@ class Decoder:
             context.options = options
             if self.threads:
                 context.thread_type = "AUTO"
-                # FFmpeg may mark a frame as damaged after another thread has returned it. An error is never too late.
+                # One thread may return a frame before another thread marks it as damaged. With "explode", FFmpeg raises
+                # an error before it returns the frame.
                 context.options = {**options, "err_detect": "explode"}
             else:
                 context.thread_type, context.thread_count = "NONE", 1
@@ -402,7 +404,7 @@ class Decoder:
         Raises:
             Broken: as in `frames`.
         """
-        # if the clock went back, several positions may share a tick
+        # a seek needs unique ticks; if the clock went back, several frames may have the same tick
         searchable = self.clocked and not self._went_back and not self.suspicions.places
         keys = self._keys[1:] if searchable else []
         before = [key for key in keys if last is not None and key <= last]

@@ -318,8 +318,8 @@ def _minimal_options() -> Iterator[str]:
 
 
 def _key(source: Path, arguments: Sequence[str], needs: Requirements) -> str:
-    """A hash of the source, the configuration, the libraries and the compiler flags. If it changes, a build must start
-    from the beginning."""
+    """A hash of the source's path, release and configure script, the arguments of configure, the versions of libraries,
+    and the compiler flags. If the hash changes, a build must start from the beginning."""
     release = [path.read_text(errors="replace") for name in ("RELEASE", "VERSION") if (path := source / name).is_file()]
     flags = [os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS", "PKG_CONFIG_PATH")]
     script = hashlib.sha256((source / "configure").read_bytes()).hexdigest()

@@ -72,7 +72,8 @@ def _normalization(given: Any) -> tuple[tuple[float, ...] | None, tuple[float, .
         mean = std = ()
     if len(mean) != 3 or len(std) != 3 or not all(map(isfinite, mean + std)) or min(std) <= 0:
         raise InputError(
-            f"normalize={given!r}: expected (mean, std), three numbers each for red, green, blue in 0..1, std above 0"
+            f"normalize={given!r}: expected (mean, std) of pixels scaled to 0..1, three numbers each for red, green "
+            "and blue, std above 0"
         )
     return mean, std
 

@@ -347,7 +347,9 @@ class ImageDecoder:
         raises `RuntimeError` if it refuses a file."""
         files = [each if isinstance(each, ImageFile) else _or_error(ImageFile.of, each) for each in group]
         jpegs = [file for file in files if isinstance(file, ImageFile) and file.against is None]
-        with self._lock:  # one batch at a time, because `decode` must not get memory that earlier work still reads
+        # One batch at a time, because `decode` needs an idle stream: it writes at once to freed memory, which earlier
+        # work of the stream could still read.
+        with self._lock:
             decoded = dict(zip(map(id, jpegs), self._by_nvjpeg(jpegs, decode), strict=True))
         found: list[Tensor | InputError] = []
         for file in files:
@@ -382,7 +384,7 @@ class ImageDecoder:
             for file, pixels in zip(files, decoded, strict=True)
         ]
         if self._stream is not None:
-            self._stream.synchronize()  # wait before the memory of rotated images is freed
+            self._stream.synchronize()  # wait for the copies, because the memory of `decoded` is freed next
         return found
 
     def _moved(self, file: ImageFile) -> Tensor:

@@ -24,7 +24,7 @@ def build_index(source: Source) -> FrameIndex:
         return index
     with closing(Decoder(source)) as decoder:
         index = _index_by_frames(decoder)
-    # A seek needs unique ticks. If the clock goes back, several positions may share a tick.
+    # A seek needs unique ticks. If the clock goes back, several frames may have the same tick.
     return replace(index, seekable=False) if index.seekable and _goes_back(source) else index
 
 

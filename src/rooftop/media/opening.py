@@ -56,7 +56,8 @@ class Source:
         if size == 0:
             raise InputError(f"{self.name} is empty: expected a video")
         self.size_bytes = size
-        self.only_decoding_clock: bool | None = None  # what `Decoder` has found out about the times of packets
+        # whether the file tells only when packets are decoded, not when frames are shown; None: not yet examined
+        self.only_decoding_clock: bool | None = None
 
     def open(self) -> Any:
         return io.BytesIO(self.content) if self.content is not None else self.path.open("rb")

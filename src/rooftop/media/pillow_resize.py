@@ -63,9 +63,9 @@ class Resize:
         )
 
     def _columns_first(self, width: int, height: int) -> bool:
-        """Whether a version of Pillow resizes columns before rows, which rounds differently. Pillow 13 does so if the
-        height loses more than twice as many pixels as the width; Pillow 12.2, if the height shrinks and is more than
-        100 times the width."""
+        """Whether any version of Pillow resizes columns before rows, which rounds differently. Pillow 13 does so if the
+        height loses more than twice as many pixels as the width. Pillow 12.2 does so if the height shrinks and the
+        photograph is more than 100 times as high as wide before the resize."""
         less = height - self.size[1]
         return less > 0 and (less > 2 * (width - self.size[0]) or height > 100 * width)
 
@@ -187,9 +187,9 @@ def _check(height: int, width: int, change: Resize) -> None:
     if not change.runs_on_device(width, height):
         names = " or ".join(each.name for each in FILTERS)
         raise InputError(
-            f"{change} of {width} x {height} pixels: expected the filter {names}, a size for which Pillow resizes rows "
-            f"first, a result of at most {MOST_SIDE} rows, and fewer than 2**31 values in each of the photograph, its "
-            "resized rows and the result; use Resize.by_pillow"
+            f"{change} of {width} x {height} pixels: expected the filter {names}, sizes for which every version of "
+            f"Pillow resizes rows first, a result of at most {MOST_SIDE} rows, and fewer than 2**31 values in each of "
+            "the photograph, its resized rows and the result; use Resize.by_pillow"
         )
 
 

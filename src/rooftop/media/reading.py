@@ -40,8 +40,8 @@ from rooftop.words import counted
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-MOST_BYTES_AT_ONCE = 1 << 27  # maximum bytes of frames that are converted together, ahead of the caller
-SEEKS = 3  # after this many seeks that overshoot, a file is read from its beginning
+MOST_BYTES_AT_ONCE = 1 << 27  # maximum bytes of the tensors of frames that are converted together, ahead of the caller
+SEEKS = 3  # after this many seeks for one frame that land too late, the file is read from its beginning
 CLOCK_SLACK_S = Fraction(1, 2000)  # a time up to this much before a frame's start selects the frame
 
 

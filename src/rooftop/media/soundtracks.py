@@ -79,7 +79,7 @@ class CopiedSound:
         self._next: Timed | None = None
 
     def _all(self, from_within: bool) -> Iterator[Timed]:
-        """Yield the packets in file order, with times on the clock of the video.
+        """Yield the packets in file order, with times on the clock of the written video: the file's `start_s` is 0.
 
         Raises:
             DamagedVideoError: a packet is damaged, or the file cannot be read further.

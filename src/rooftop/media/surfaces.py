@@ -203,7 +203,8 @@ def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> 
     """Offsets of the surface's pixels in an upright plane of this width: (offset of the first pixel, step per row, step
     per column).
     """
-    i, j = (0, 1, 0), (0, 0, 1)  # the upright row i and column j: (constant, factor of the row, factor of the column)
+    # the upright row i and column j of a surface's pixel: (constant, factor of the surface's row, factor of its column)
+    i, j = (0, 1, 0), (0, 0, 1)
     size = (rows, columns)
     for _ in range(turns % 4):  # (i, j) goes to (width - 1 - j, i)
         i, j = (size[1] - 1 - j[0], -j[1], -j[2]), i

@@ -69,8 +69,8 @@ class Suspicions:
                 raise failure
 
     def _read_ahead(self, ahead: list[Packet], packets: Iterator[Packet]) -> None:
-        """Read packets up to the second key frame after the last packet that is marked as corrupt. Append them to
-        `ahead`."""
+        """Append packets to `ahead`, up to and including the second key frame after the last packet that is marked as
+        corrupt, or until `ahead` has `_MOST_AHEAD` packets."""
         keys = 0
         while keys < _KEY_FRAMES and len(ahead) < _MOST_AHEAD and (packet := next(packets, None)) is not None:
             ahead.append(packet)

@@ -1,4 +1,4 @@
-"""Models with the state dicts and weights of other libraries, and their inputs: photographs and point clouds."""
+"""Models that load other libraries' weights and state dicts, and functions that read photographs for them."""
 
 from rooftop.models.conv_lstm.keras_weights import load_keras_weights
 from rooftop.models.conv_lstm.layer import ConvLSTM2D

@@ -105,7 +105,9 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
     if strict:
         _check(name, model, report, tensors)
     elif not report.used:
-        raise WeightsError(f"no key of {path} (keys named as in {report.origin}) fits {name}: {report.problems()}")
+        raise WeightsError(
+            f"no key of {path} (its keys are named as in {report.origin}) fits {name}: {report.problems()}"
+        )
     if report.differing_keys:
         warnings.warn(f"{path}: {report.differences()}", stacklevel=2)
     model.load_state_dict({key: tensors[key] for key in report.used}, strict=False)
@@ -202,7 +204,7 @@ def _check(name: str, model: nn.Module, report: LoadReport, tensors: dict[str, T
             f"or strict=False to keep a new head for {expected} classes"
         )
     raise WeightsError(
-        f"{report.path} (keys named as in {report.origin}) does not fit {name}: {report.problems()}. "
+        f"{report.path} (its keys are named as in {report.origin}) does not fit {name}: {report.problems()}. "
         f"{len(report.used)} keys fit: strict=False loads only these, and load_report lists every key. "
         f"{fitting(tensors)}".rstrip()
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rooftop.nn.hooks import has_hooks
 
-MOST = 8  # largest number of cached results per method; `Engine` keeps as many CUDA graphs by default
+MOST = 8  # largest number of cached results per module and method; `Engine` keeps as many CUDA graphs by default
 
 Arguments = ParamSpec("Arguments")
 Module = TypeVar("Module", bound=nn.Module)
@@ -39,10 +39,11 @@ def constant(
     """Mark a method whose result, a tensor or a tuple of tensors, depends only on parameters, buffers and arguments.
 
     The arguments may be numbers, dtypes, devices and parameters. Calls with keywords, other tensors or unhashable
-    arguments are not cached. The result must not be changed in place. After `keep_constants`, results are cached for
-    the first eight different sets of arguments, and computed in each call for all further sets. No cached result is
-    ever dropped, since CUDA graphs may read it. The cache is not used in training mode, under autocast, or in
-    `torch.compile`. A result that needs a gradient, or is computed within a capture, is not cached.
+    arguments are not cached. The result must not be changed in place. After `keep_constants`, each module caches
+    the method's results for the first eight different sets of arguments, and computes the result in each call for all
+    further sets. No cached result is ever dropped, since CUDA graphs may read it. The cache is not used in training
+    mode, under autocast, or in `torch.compile`. A result that needs a gradient, or is computed within a capture, is not
+    cached.
     """
 
     @wraps(method)

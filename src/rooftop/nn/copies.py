@@ -35,8 +35,8 @@ def copy_sharing_tensors(model: nn.Module, name: str, unregistered: bool = False
     pairs = zip((*model.parameters(), *model.buffers()), (*same.parameters(), *same.buffers()), strict=False)
     if any(one is not other for one, other in pairs):
         raise TypeError(
-            f"{name}: a copy of {type(model).__name__} does not share its parameters (a ScriptModule, or a module "
-            "with its own __deepcopy__): pass the original model"
+            f"{name}: a copy of {type(model).__name__} does not share its parameters: pass the model before "
+            "torch.jit.script, or let a module's own __deepcopy__ take tensors from its memo"
         )
     own = {id(module) for module in model.modules()}
     if shared := [name for name, module in same.named_modules() if id(module) in own]:

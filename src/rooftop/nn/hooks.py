@@ -6,7 +6,7 @@ from torch import nn
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module (not its submodules) has hooks on its calls."""
+    """Whether a module has forward or backward hooks or pre-hooks. Hooks of its submodules do not count."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

@@ -66,7 +66,8 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
     Only the class of a module changes. Parameters (including shared ones), their names, dtypes and devices, hooks, the
     training flag, and optimizers of the parameters stay the same. Call `replace` before `torch.compile`. Second
     derivatives and the transforms of `torch.func` still work, because PyTorch's own operators compute them. A second
-    derivative of a cross entropy on a GPU needs the logits (N, V), unchanged: keep them in a variable.
+    derivative of a cross entropy on a GPU needs the logits (N, V), of which Rooftop keeps only a weak reference: keep
+    them in a variable, and do not change them in place.
 
     Args:
         model: any module. Modules are replaced if their class is a class of `torch.nn` itself. RMS norms of any library

@@ -148,10 +148,12 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
     Args:
         got, eager: results of the change and of the original.
         truth: the float64 model's result.
-        usual: counts as the original's error if the original's error is smaller. `gate.py` passes the original's error
-            on the given inputs (for a doubtful result, on all compared inputs). If the result is then too inaccurate,
-            `gate.py` calls this again with the largest of three: this error, the original's error in TF32, and the
-            change of the float64 result if the inputs of a special draw change by a few roundings.
+        usual: counts as the original's error if the original's error is smaller. `gate.py` passes the original's
+            largest error on the user's inputs. If the result is then too inaccurate, `gate.py` calls this again with
+            the largest of three: the same `usual`, the original's error in TF32, and the change of the float64 result
+            if the inputs of a special draw change by a few roundings (`SHIFT`). If the result is still too inaccurate,
+            but not hopeless, it is compared on more inputs (`doubts.py`), and `usual` then also covers the original's
+            errors on these.
 
     Raises:
         InaccurateError: the error is larger than allowed.

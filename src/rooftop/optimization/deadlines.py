@@ -74,7 +74,9 @@ class Deadline:
                 time.sleep(ON_ITS_WAY_S)
             self._raised = False
         if self._signal and threading.get_ident() == self._thread:
-            signal.signal(self._signal, signal.SIG_IGN)  # handles a signal that has arrived, drops a later one
+            # For a signal that has already arrived, this first calls `_by_signal`, which does nothing any more. Later
+            # signals are ignored.
+            signal.signal(self._signal, signal.SIG_IGN)
             signal.signal(self._signal, signal.SIG_DFL)
             self._signal = 0
 

@@ -148,8 +148,8 @@ def _varied(flat: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _on(device: torch.device, generator: torch.Generator) -> torch.Generator:
-    """The generator itself if it is on such a device, otherwise a generator on `device` that is seeded by it. For a
-    GPU, drawing millions of values on the CPU would take seconds."""
+    """The generator itself if its device has the type of `device`, otherwise a new generator on `device` that is seeded
+    by it. For a GPU, drawing millions of values on the CPU would take seconds."""
     if generator.device.type == device.type:
         return generator
     return torch.Generator(device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))

@@ -125,7 +125,9 @@ def optimize(
         proven = [given, *(each.given for each in claimed)]
 
         def wrap(candidate: Candidate) -> OptimizedModule:
-            return OptimizedModule(module, candidate, proven)  # created in the train or eval mode in which it is proven
+            # This records the train or eval mode of each module. Inside the `with` block, these are the modes of the
+            # proofs.
+            return OptimizedModule(module, candidate, proven)
 
         ends = began + budget_s
         builder = Builder(twin, optimizer, step, gate, given, ends, fresh, originals)

@@ -111,11 +111,11 @@ class Search:
         self.ends = ends - LAST_STEPS * self._rounds.step_s - at_the_end_s
         self._profiles = Profiles(builder.step, builder.given, builder.original, builder.plain)
         self._order = TrialOrder([], {}, Times(0.0, ()), 0.0, 0.0)
-        self._trial_s: dict[str, float] = {}  # seconds of the last trial of each rule, without profiles before it
-        self._profile_s = 0.0  # seconds of all profiles before trials
+        self._trial_s: dict[str, float] = {}  # seconds of the last trial of each rule, without the profile before it
+        self._profile_s = 0.0  # total seconds of the profiles that `_know` makes, each before a trial
         self._waited = False  # whether the search has waited for the C++ launcher
         self._share = 0.0  # the gain in the last trial, as a share of a step
-        self._unknown: set[frozenset[str]] = set()  # names of rules whose candidates could not be profiled
+        self._unknown: set[frozenset[str]] = set()  # names of the rules of each candidate that `_know` has tried
         self._compile_s = 0.0  # seconds of the best candidate's first call, if one of its rules compiles
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
@@ -173,7 +173,7 @@ class Search:
     def _try_again(
         self, tried: Sequence[Rule], forecasts: Mapping[str, tuple[float, float]], promising: bool, until: float
     ) -> None:
-        """Retry the rules that had no gain, together with the rules that were kept after their first trial. For
+        """Retry each rule that had no gain, now together with the rules that were kept after its first trial. For
         example, fused kernels do not help while the host is slower than the GPU, but they do after graphs were kept.
 
         Args:

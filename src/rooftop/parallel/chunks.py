@@ -121,7 +121,8 @@ class Chunks:
     def boxes(self, box: Box, dim: int) -> list[Box]:
         """Return the parts of a box at these positions. The box must cover the whole sequence along the dimension.
 
-        The result has one box for each group of equally spaced chunks, in the order of the positions.
+        Successive chunks at equal distances share one box, with this distance as its stride. The boxes are in the order
+        of the positions. In each box, two dimensions replace `dim`: chunk, and position within the chunk.
         """
         assert box.size[dim] == box.shape[dim] == self.length, (box, dim, self)
         shape = (*box.shape[:dim], self.length // self.size, self.size, *box.shape[dim + 1 :])

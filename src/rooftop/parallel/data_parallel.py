@@ -50,8 +50,9 @@ class DataParallel(nn.Module):
     This class differs from torch.nn.DataParallel in some ways. Shares differ by at most one sample. A parameter that no
     replica uses gets no gradient, instead of zeros. `parameters()` works in a replica. Tensors in attributes are copied
     to the replica's device, too. Dropout masks differ between GPUs even after `torch.manual_seed`, which gives all GPUs
-    the same seed: a GPU with the seed of an earlier GPU gets the next free seed. On the CPU, all replicas draw from one
-    generator, in an order that can differ between runs.
+    the same seed: before each forward, the generator of a GPU with the seed of an earlier GPU is seeded again, with the
+    next seed that no earlier GPU has. On the CPU, all replicas draw from one generator, in an order that can differ
+    between runs.
 
     Args:
         module: the module, which is moved to the first device in place.
@@ -87,7 +88,7 @@ class DataParallel(nn.Module):
         Raises:
             ValueError, TypeError: raised by `scatter`, `replicate`, `parallel_apply` or `gather`. Errors in arguments
                 are raised before any replica runs.
-            BaseException: the first exception of a replica. A note names the replica's number and device.
+            BaseException: the exception that a replica raised first. A note names the replica's number and device.
         """
         given: dict[Any, Any] = dict(enumerate(args)) | kwargs
         shares = scatter(given, self.devices, self.dim) if given else [{}]
@@ -126,8 +127,8 @@ def parallel_apply(
 
     Raises:
         ValueError: the number of inputs, keyword arguments or devices differs from the number of modules.
-        BaseException: the first exception of a module, raised after all modules have ended. The exception keeps
-            its traceback, and gets a note with the module's number and device.
+        BaseException: the exception that a module raised first, raised again after all modules have ended. The
+            exception keeps its traceback, and gets a note with the module's number and device.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     for what, given in (("inputs", inputs), ("dicts of keyword arguments", kwargs), ("devices", devices)):

@@ -100,8 +100,9 @@ class CounterDropouts:
             self.half = before
 
     def boxes(self, shape: tuple[int, ...], of_weights: bool) -> list[Box]:
-        """The boxes of the whole dropout mask (of all ranks) that cover this rank's tensor of this shape. The boxes
-        follow each other along dimension 1, or along dimension 2 for attention weights."""
+        """The parts of the whole dropout mask (of all ranks) for this rank's tensor of this shape, as boxes, which may
+        have strides. In the tensor, they follow each other along dimension 1, or along dimension 2 for attention
+        weights."""
         (batch, batches), (half, halves) = self.place.batch, self.half
         part, parts = self.heads if of_weights else self.split
         chunks, along = self.place.chunks, 2 if of_weights else 1

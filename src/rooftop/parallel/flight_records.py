@@ -61,7 +61,8 @@ class Operation:
         name: the operation's name, such as "all_reduce".
         group: the group's name.
         ranks: the group's ranks.
-        number: number among the group's collectives, from 1. Sends and receives are counted separately.
+        number: number among the collectives that this rank has launched in the group, from 1. Sends and receives
+            together have a count of their own.
         what: shape and dtype of the first tensor; "" without tensors.
         between_two: whether the operation is a send or a receive.
     """

@@ -275,8 +275,8 @@ class ModelGradients:
 
 
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
-    """The number of targets that are not ignored, over all data ranks: (), int64. Divide the sum of the targets' losses
-    by this number.
+    """The number of targets that are not ignored, over all data ranks: (), int64. Each rank divides the sum of its own
+    targets' losses by this number.
 
     The number is at least 1. So if all targets are ignored, the loss and its gradient are 0.
     """

@@ -33,7 +33,8 @@ class Launch:
         launcher: "torchrun", "slurm" or "alone".
         address, port: the rendezvous address of the ranks; meaningless for a single process.
         served: whether the launcher runs the store at this address; if not, rank 0 runs the store.
-        attempt: how often the launcher has restarted the ranks. If there are several launchers, each has its own count.
+        attempt: how often the launcher has restarted the ranks. If there are several launchers, such as one for each
+            machine, each counts its own restarts.
         elastic: whether torchrun itself started this process, so that its parent process is the launcher.
     """
 

@@ -76,7 +76,8 @@ class Layout:
         """Create the layout of `world_size` ranks. `dp` follows from `world_size`, `tp`, `pp` and `cp`.
 
         Raises:
-            ValueError: `tp * pp * cp` does not divide `world_size`. The message names the nearest layouts that fit.
+            ValueError: `tp * pp * cp` does not divide `world_size`. The message names the fitting layouts of
+                `world_size` ranks with the nearest axis sizes.
         """
         _positive("world_size", world_size)
         layout = cls(1, tp, pp, cp, sequence_parallel, order)
@@ -187,8 +188,9 @@ class Layout:
         Args:
             world_size: number of ranks.
             heads: attention heads, which the tensor ranks split.
-            kv_heads: heads of keys and values. The tensor ranks split these heads, or several ranks share each head.
-            hidden: width of the model, which the tensor ranks split within attention.
+            kv_heads: heads of keys and values. The tensor ranks split these heads. If there are more ranks than heads,
+                several ranks share each head.
+            hidden: width of the model, which the tensor ranks split in attention's projections.
             feed_forward: width within the MLP, which the tensor ranks split.
             vocabulary: rows of the embedding. Tensor ranks may get unequal parts, but each must get at least one row.
             layers: number of layers. Stages may get unequal parts, but each must get at least one layer.
@@ -200,9 +202,10 @@ class Layout:
             axes: the axes that may have several ranks in the layouts that the error proposes.
 
         Raises:
-            ValueError: the layout does not fit; the message lists everything that does not fit, and the nearest layouts
-                of the world that fit. The error is also raised if no layout can fit, because a size is not a
-                positive integer or `kv_heads` does not divide `heads`.
+            ValueError: the layout does not fit. The message lists everything that does not fit. It also names the
+                fitting layouts of `world_size` ranks (None: as many as this layout has) with the nearest axis sizes.
+                The error is also raised, without layouts, if a number is not a positive integer or `kv_heads` does not
+                divide `heads`.
         """
         given = {
             "heads": heads,

@@ -100,8 +100,9 @@ class ParallelMLP(nn.Module):
         with made_again((activated,), lambda before: (activation_of(before, activation).view(shape),), before):
             return self.down(activated)  # type: ignore[no-any-return]
 
-    # An MLP computes each position independently. So with sequence parallelism, rows stay in the order in which the
-    # ranks' parts arrive. This saves the copies that would reorder rows by position.
+    # An MLP computes each position independently. So with sequence parallelism, the gathered rows stay in the order of
+    # the ranks: all rows of rank 0, of all sequences, then those of rank 1, and so on. This saves the copies that would
+    # put the positions of each sequence together.
 
     def _rows(self, x: Tensor) -> Tensor:
         return x.flatten(0, -2) if self.up.sequence_parallel else x

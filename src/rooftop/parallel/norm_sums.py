@@ -121,8 +121,8 @@ def norm_sums(group: Group, device: torch.device) -> NormSums:
 
 
 def first_refusal(own: str, group: Group) -> str:
-    """The reason of the first rank that cannot use the kernel, with the rank's number; "" if all ranks can. `own` is
-    this rank's reason; "" if it can. All ranks must make this call."""
+    """The reason of the group's first rank that cannot use the kernel, with its index in the group; "" if all
+    ranks can. `own` is the calling rank's reason; "" if it can. All ranks must make this call."""
     if group is None:
         return own
     return next((f"rank {rank}: {each}" for rank, each in enumerate(of_all(own, group)) if each), "")

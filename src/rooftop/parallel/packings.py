@@ -196,7 +196,7 @@ class Packing:
                     begin = max(first, query[0])  # the queries in this document are [begin, end)
                     at = (begin - query[0] + here, end - query[0] + here)
                     for key, there in placed[_first_after(keys, first) : bisect_left(keys, (end, 0))]:
-                        if window is not None:  # the visible keys form one run
+                        if window is not None:  # one run of `keys` has all visible keys of these queries
                             seen = max(first, begin - window + 1)
                             if key[0] <= seen and end <= key[1]:
                                 yield Block(row, at, (seen - key[0] + there, end - key[0] + there), True, window)

@@ -134,8 +134,9 @@ class Pipeline:
         """Run only forward, as for validation. Returns and raises the same as `run`, but does not check the result of
         the last stage.
 
-        All ranks process the micro-batches in the same order, so no rank can wait forever. A rank with one stage does
-        not wait for later stages.
+        All ranks process the micro-batches in the same order, so no rank can wait forever. A rank with one stage
+        computes all micro-batches without waiting for later stages. At the end, it waits until they have received its
+        outputs.
         """
         rank_of, stages = self.schedule.rank_of, self.schedule.stages
         losses, sending, made = list[Tensor](), list[_Posted](), torch.empty(0)

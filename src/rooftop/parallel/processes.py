@@ -177,8 +177,9 @@ def _ranks(
 
 
 def _forget_meshes() -> None:
-    """Drop the meshes that DTensor caches with its operators. In a later block, DTensor would use these meshes instead
-    of new meshes of the same ranks, although the groups of the cached meshes no longer exist.
+    """Clear DTensor's cache of operators' output layouts, which contain device meshes of this block. In a later block,
+    DTensor would use these meshes instead of new meshes of the same ranks, although their process groups no longer
+    exist.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -301,7 +302,8 @@ class _Ranks:
                     # let other ranks report first, because a launcher ends all ranks once one rank is gone
                     time.sleep(LINGER_S)
                 at = self.watch.at
-                # True if `end` has raised the error: Python had finished the block, but the GPU was at the places `at`
+                # True if `end` has raised the error because another rank failed: here, Python had finished the block,
+                # but the GPU was still at the places `at`.
                 of_another = isinstance(error, RankError) and at
                 if not isinstance(error, Exception) or (first == mine and not of_another):
                     setattr(error, FAILURE, first)

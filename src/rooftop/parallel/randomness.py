@@ -182,9 +182,9 @@ def materialize(
     Args:
         module: the module, which is changed in place. A tensor with a box may have the shape of the box or of the whole
             tensor.
-        rules: pairs (pattern, init). The first pattern that matches a tensor's name determines its init. Patterns are
-            shell patterns, such as "*.bias". An init is Normal, Uniform, Constant or any function of (stream, tensor,
-            name, box).
+        rules: pairs (pattern, init). The first pattern that matches a tensor's name in the whole model determines its
+            init. Patterns are shell patterns, such as "*.bias". An init is Normal, Uniform, Constant or any function of
+            (stream, tensor, name, box).
         stream: the random numbers of a seed.
         boxes: for each tensor of which this rank has only a part, the box of that part, by the tensor's name in the
             whole model.

@@ -1,11 +1,11 @@
 """Replicate a module: create modules that are the same, but with tensors on other devices.
 
 A replica computes the same results as the module. A replica's parameters are copies through which gradients flow back.
-A replica has the same hooks as the module, and shares everything that is not a tensor. A hook that a replica's forward
-registers applies only to that replica. (Hugging Face's models register hooks when hidden states are first requested. If
-replicas shared hooks, each replica's hooks would run in all replicas.) Each forward of `DataParallel` creates the
-replicas and drops them afterwards. So writes to a replica are lost, except to the first replica, which is the module
-itself.
+A replica begins with the module's hooks, in dicts of its own, so a hook that a replica's forward registers applies only
+to that replica. (Hugging Face's models register hooks when hidden states are first requested. If replicas shared the
+dicts, each replica's hooks would run in all replicas.) A replica shares all other attributes that hold no tensors,
+modules or bound methods. Each forward of `DataParallel` creates the replicas and drops them afterwards. So writes to a
+replica are lost, except to the first replica, which is the module itself.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _holding(module: nn.Module) -> dict[str, Any]:
-    """The module's own attributes that hold tensors, modules or bound methods."""
+    """The attributes with tensors, modules or bound methods, besides registered parameters, buffers and submodules."""
     own = vars(module).items()
     return {name: value for name, value in own if name not in OF_EVERY_MODULE and _holds(value)}
 

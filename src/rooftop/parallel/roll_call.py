@@ -53,7 +53,8 @@ class StoreEnded(RankError):
 
 
 class MeetingOver(Exception):
-    """Raised if a meeting's verdict is about other processes, so that this process must try the next meeting."""
+    """Raised if this process must enter the next meeting: this meeting already has a verdict, or an earlier process has
+    entered it with the same rank as a present process."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class RollCall:
 
         Raises:
             RankError: some ranks are missing, cannot start or disagree. All present ranks raise the same error.
-            MeetingOver: the meeting belongs to other processes.
+            MeetingOver: this process must enter the next meeting.
         """
         words = {name: repr(value) for name, value in settings.items()}
         mine = json.dumps([words, problem, asdict(Process.here()), secrets.token_hex(8)])

@@ -72,7 +72,7 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided or leaf.is_nested:
             kind = "nested tensor" if leaf.is_nested else f"tensor of the layout {leaf.layout}"
-            raise TypeError(f"a {kind} cannot be split: pass a dense tensor (padded, or by to_dense()), or its parts")
+            raise TypeError(f"a {kind} cannot be split: pass a dense tensor (from to_padded_tensor() or to_dense())")
         return
     name = full_name(leaf)
     if isinstance(leaf, PackedSequence):

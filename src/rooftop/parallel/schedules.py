@@ -393,8 +393,8 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedul
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with split backward: a third of 1F1B's bubble, with the same peak memory over all ranks. Weight gradients
-    wait until a rank would be idle.
+    """1F1B with split backward: a third of 1F1B's bubble. The rank with the highest peak memory needs as much as in
+    1F1B. Weight gradients wait until a rank would be idle.
 
     Rank r computes weight gradients r micro-batches late, so that it holds as many activations as the first rank.
     """

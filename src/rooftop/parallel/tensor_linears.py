@@ -272,8 +272,8 @@ def product(
 ) -> Tensor:
     """Run `rooftop.kernels.linear_act`. A deferral may defer the weight's gradient.
 
-    In training without a residual, the activations of `KEPT` are computed as in `linear_act_and_before`, with and
-    without recomputation.
+    In training without a residual, an activation in `KEPT` (gelu, gelu_tanh or silu) is computed as in
+    `linear_act_and_before`. So y is the same bit for bit whether or not the MLP recomputes the activation.
     """
     training = torch.is_grad_enabled() and not is_traced()
     if deferral is None and activation in KEPT and residual is None and training:

@@ -21,8 +21,8 @@ class Termination:
     """Records whether this process has been asked to end by SIGTERM.
 
     Attributes:
-        handler: Rooftop's handler of SIGTERM. None: the program's own handler gets the signal, or no handler was
-            requested.
+        handler: Rooftop's handler of SIGTERM, which does nothing. None: `heard_by_a_thread` installed none, because the
+            program has a handler of its own, or because the block has no effect.
     """
 
     handler: object = None
@@ -31,7 +31,7 @@ class Termination:
 
     @property
     def asked(self) -> bool:
-        """Whether this process has been asked to end: whether SIGTERM has arrived. Only one thread may call this."""
+        """Whether this process has been asked to end: whether SIGTERM has arrived. All calls must be in one thread."""
         if self._ears is not None and not self._heard:
             with suppress(BlockingIOError):
                 self._heard = signal.SIGTERM in self._ears.recv(4096)
@@ -96,8 +96,8 @@ def _go_on() -> None:
 
 
 def _as_before() -> None:
-    """In a forked process, such as a DataLoader worker, remove Rooftop's handler of SIGTERM. The signal then ends the
-    forked process as usual, and the parent does not notice."""
+    """In a forked process, such as a DataLoader worker, remove Rooftop's handler of SIGTERM. A SIGTERM to the forked
+    process then ends it as usual, and does not set the parent's `Termination`."""
     for termination in _active:
         signal.set_wakeup_fd(-1)
         if termination.ours:

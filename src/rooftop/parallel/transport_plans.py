@@ -69,8 +69,8 @@ class TransportPlan:
 
 @dataclass(frozen=True)
 class Measured:
-    """The transport that was measured as fastest, forward and backward, with this many ranks and at least this many
-    positions."""
+    """The transport that was measured as fastest, forward and backward, with `ranks` context parallel ranks and
+    sequences of at least `least_length` positions."""
 
     ranks: int
     least_length: int

@@ -125,7 +125,8 @@ class _Way:
         self.pending: Pending | None = None
 
     def begin(self, start: Start, x: Tensor) -> Tensor:
-        """Start an exchange, which replaces the exchange in progress."""
+        """Start an exchange of x; `end` has completed the previous one. Return an empty tensor, which stands for the
+        result in autograd's graph."""
         self.pending = start(x)
         return x.new_empty(0)
 

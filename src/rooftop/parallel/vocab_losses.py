@@ -29,7 +29,7 @@ from rooftop.kernels.operands.autocasting import cast_by_autocast, under_autocas
 from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.parallel.exchanges import Group, place_in, start_sum
 
-CHUNK_ELEMENTS = 1 << 24  # number of logits to process at a time, so that intermediate values take 64 MiB in float32
+CHUNK_ELEMENTS = 1 << 24  # number of logits to process at a time: 64 MiB for each intermediate tensor in float32
 
 
 @dataclass(frozen=True)

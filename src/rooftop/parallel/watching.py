@@ -165,8 +165,11 @@ class Watch:
         return self.failure or failure.words
 
     def gone(self, error: BaseException) -> Failure | None:
-        """The ranks that have ended silently, if their end may have caused this rank's error. This call waits for
-        `SILENCE_S` seconds. It ends earlier if the store has ended, or, with None, if this rank notices a failure.
+        """A `Failure` with the ranks that have ended without a report, because their end may have caused this rank's
+        error. None if there are no such ranks.
+
+        The call waits for `SILENCE_S` seconds to find them. If the store ends, the call ends earlier, with a `Failure`
+        that says so. If the watching thread notices a failure, the call ends earlier, with None.
         """
         try:
             before = beats(self.store, range(self.size))
@@ -428,8 +431,8 @@ def places_of(store: Any, ranks: Iterable[int]) -> dict[int, Place]:
 
 
 def note_interrupted() -> None:
-    """Record what this rank was waiting for when it failed: the reported wait or, without a report, the operation
-    launched last.
+    """Record which of this rank's waits failed: the operation launched last. If this rank has already reported a wait,
+    that report stays.
     """
     last = newest(recorded(), ranks_of_groups()) if dist.is_initialized() and not place_here(()).awaited else None
     if last is not None:

@@ -49,8 +49,9 @@ class WeightPlaces:
             For each restored parameter, the tensor that had replaced it.
 
         Raises:
-            RuntimeError: a parameter has another shape or is missing; tied parameters have different values; or a
-                replaced parameter is sharded (FSDP2). In these cases, no parameter is changed.
+            RuntimeError: a parameter was removed, or its replacement has another shape; tied parameters have different
+                values; or an original parameter that was replaced is sharded (FSDP2). In these cases, no parameter is
+                changed.
         """
         taken: dict[nn.Parameter, Tensor] = {}
         replaced = self._replaced()

@@ -155,7 +155,8 @@ def _empty(norm: nn.Module) -> None:
     for tensors in (norm._parameters, norm._buffers):
         tensors.update(dict.fromkeys(tensors.keys() & {*TENSORS, "num_batches_tracked"}))
     if isinstance(norm, _BatchNorm):
-        norm.track_running_stats = False  # else `load_state_dict` adds a key
+        # else `load_state_dict` adds "num_batches_tracked" to a state dict without version
+        norm.track_running_stats = False
     if isinstance(chain := vars(norm).get("forward"), Chain):
         chain.note_attributes()
 

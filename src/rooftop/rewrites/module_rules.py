@@ -118,8 +118,8 @@ def launches_ms(times: Times, name: str, make: Callable[..., object]) -> float:
 
 
 def _runs(times: Times, name: str, make: Callable[..., object]) -> Iterator[tuple[Call, Run, Run]]:
-    """Yield for each forward call: the call, a function that runs its operator, and a function that runs the kernel
-    instead. With backward in the step, the functions also run backward.
+    """Yield for each forward call: the call, a function that runs its operator, and a function that runs the kernel of
+    `make` instead. With backward in the step, both functions also run backward.
     """
     trains = times.count(f"{name}_backward") > 0
     for call in times.calls:

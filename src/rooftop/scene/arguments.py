@@ -44,7 +44,8 @@ def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.floa
     """Copy values to a float64 array.
 
     Raises:
-        ValueError: some values are not numbers, or are complex. The message states `name` and what is `expected`.
+        ValueError: some values are complex, or are not numbers, such as strings. (NaN and infinity are allowed.) The
+            message states `name` and what is `expected`.
     """
     try:
         array = host_array(values)

@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short, whole_pixels
 
-MOST_ASIDE = 2.0**19  # limit of cx and cy, in pixels: half of the range of coordinates that the rasterizer supports
+# limit of |cx| and |cy|, in pixels: half of GUARD, the coordinate beyond which rasterize.py clips triangles
+MOST_ASIDE = 2.0**19
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,5 @@
-"""Find the pages that a page needs. With these pages in memory, the page can be drawn even if all others are absent.
+"""Find the pages that a page needs directly. If these pages, and the pages that they need in turn, are in memory, the
+page can be drawn even if all others are absent.
 
 A renderer switches between a group of clusters and the clusters that replace the group, so it must be able to draw
 both. So the page of a group needs the pages of all clusters that replace the group. Pages contain the groups from the

@@ -1,8 +1,8 @@
 """Open geometry files. Opening a file reads and checks everything except the pages. Each page is read and checked on
 request.
 
-A renderer's kernels must decode clusters to the same values, in float32, as `Geometry.decode`, which reads the same
-words in plain NumPy and float64.
+`Geometry.decode` decodes clusters in plain NumPy and float64. A renderer's kernels must decode the same words to the
+same values, up to the rounding of float32.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def packed(rows: Words, replaces: bool, normals: bool, uv: bool) -> Words:
 
 
 def unpacked(heads: Words, replaces: bool, normals: bool, uv: bool) -> Words:
-    """Unpack short heads to rows (C, CLUSTER_COLUMNS). Stored extents are rounded up, so unpacked extents are the
-    largest that the stored bits allow.
+    """Unpack short heads to rows (C, CLUSTER_COLUMNS). A short head has only the leading bits of an extent. The
+    unpacked extent is the largest with these bits, so it is at least the original extent.
     """
     rows = np.zeros((len(heads), layouts.CLUSTER_COLUMNS), np.uint32)
     counts, box, streams = (

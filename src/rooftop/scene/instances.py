@@ -88,7 +88,7 @@ class Changes:
         self.version = 0
         self._log: deque[tuple[int, NDArray[np.int64]]] = deque()
         self._logged = 0  # number of rows in the log
-        self._from = 0  # the earliest version that the log covers
+        self._from = 0  # the log contains all changes after this version
 
     def note(self, rows: NDArray[np.int64], count: int) -> None:
         """Log that these rows of an array changed. The array has `count` rows, which limits the length of the log."""

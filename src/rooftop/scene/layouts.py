@@ -51,8 +51,7 @@ GROUP_NUMBER = 7  # index of the group, counted over all pages
 CLUSTER_WORDS = 21
 # 4 float32: the sphere of the group that the cluster replaces; zeros if the page does not store such spheres
 CLUSTER_SPHERE = 0
-# float32: the cluster's error (docs/scene-format.md), from its distance from the original mesh or from the width of its
-# connected parts; 0 at the finest level
+# float32: error of the group that the cluster replaces (docs/scene-format.md), in object units; 0 at the finest level
 CLUSTER_ERROR = 4
 CLUSTER_BASE = 5  # 3 int32: grid coordinates of the lowest corner of the cluster's box
 CLUSTER_EXTENT = 8  # 3 uint32: size of the box; a stored coordinate has as many bits as the size along the same axis
@@ -64,7 +63,7 @@ CLUSTER_MATERIAL = 15  # the cluster's material; MIXED: each triangle has its ow
 CLUSTER_SOURCE = 16  # index of the group that the cluster replaces, over all pages; -1 at the finest level
 # for u and v: 2 int32 (the lowest values) and 2 uint32 (the ranges above these values)
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = 17, 19
-CLUSTER_REFERENCES = 21  # how many references the cluster stores
+CLUSTER_REFERENCES = 21  # number of values in the cluster's stream of references
 CLUSTER_MASKS = 22  # how corners are stored: SEPARATE before version 4, FANS or FANS_AND_EXPLICIT from then on
 # for normals, 2 words each: the lowest values (BASE), and the ranges above these values (EXTENT)
 CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25
@@ -79,7 +78,7 @@ HEAD_BASE = 0  # same as CLUSTER_BASE
 HEAD_COUNTS = 3  # triangles - 1 (7 bits), vertices - 1 (8), level (8), references (9)
 HEAD_BOX = 4  # for each axis, BOX_BITS: bit length of the extent (5), and the MANTISSA_BITS after its leading bit
 BOX_BITS, MANTISSA_BITS = 9, 4  # 4 bits of mantissa: a box is at most 1/16 wider than its cluster
-# further bits of HEAD_BOX: bits of a reference - 1 (3), whether there is a third mask (1)
+# further bits of HEAD_BOX: bits of a reference - 1 (3), whether the stream "new" has a third mask (1)
 HEAD_REFERENCE_AT, HEAD_EXPLICIT_AT = 27, 30
 HEAD_STREAMS = 5  # same as CLUSTER_STREAMS (15 bits), whether the cluster is MIXED (1), the cluster's material (16)
 HEAD_SPHERE, HEAD_ERROR, HEAD_SOURCE = 6, 10, 11  # same as CLUSTER_SPHERE, ...; only in pages with PAGE_REPLACES

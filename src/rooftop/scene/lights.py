@@ -204,7 +204,8 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
 
     Returns:
         (turn, corners, step, begin): a rotation whose rows point right, down and along the light; the box's corners (8,
-        3); the step to whose multiples depths along the light are rounded; and the depth at which these depths begin.
+        3); a power of two of at least 1/64 of the box's size; and the coordinate along the light at which depths in the
+        maps are 0, a multiple of `step` in front of the box.
     """
     box = np.frombuffer(bounds).reshape(2, 3)
     turn = _turn_along(np.asarray(direction))

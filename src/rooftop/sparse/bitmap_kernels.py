@@ -272,7 +272,7 @@ def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _look_up(words, counts, cell, wanted):
-    """Return whether each cell has a site, and the rank of that site among all sites (see the top of this file)."""
+    """Return whether each cell has a site, and the rank of that site: the number of sites in earlier cells."""
     place = cell >> 5
     above = tl.load(words + place, mask=wanted, other=0).to(tl.uint32, bitcast=True) >> (cell & 31).to(tl.uint32)
     known = wanted & ((above & 1) != 0)

@@ -100,7 +100,8 @@ class SparseConvolution(SparseModule):
                 key.
             algo: ignored; see `ConvAlgo`.
             fp32_accum, large_kernel_fast_algo: ignored. Accumulation is in float32 or wider for kernels of any size.
-            record_voxel_count: whether to record the maximum number of outputs of any call, for `get_max_num_voxels()`.
+            record_voxel_count: whether to record the largest number of output sites (without padding rows) of any call,
+                for `get_max_num_voxels()`.
             name: as in `SparseModule`.
             output_padding: for a transposed convolution, as in `torch.nn.ConvTranspose3d`.
             num_out_act_bound: the fixed number of output rows. If there are fewer sites, the last rows are not sites.
@@ -194,7 +195,7 @@ class SparseConvolution(SparseModule):
         return layer_rulebook(x, shape, self.indice_key, self.num_out_act_bound)
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """Return the maximum number of outputs of any call so far, (1,) int32. None without `record_voxel_count`,
+        """Return the largest number of output sites of any call so far, (1,) int32. None without `record_voxel_count`,
         and for submanifold and inverse layers. For the same inputs, a fixed `num_out_act_bound` must be at least this
         number."""
         return getattr(self, VOXEL_COUNT, None)

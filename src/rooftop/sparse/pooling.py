@@ -64,7 +64,8 @@ class SparsePool(SparseModule):
             subm: whether the output sites are the input sites. With `subm`, kernel sizes must be odd, the stride must
                 be 1, and the padding is ignored.
             algo: ignored; see `ConvAlgo`.
-            record_voxel_count: whether to record the maximum number of outputs of any call, for `get_max_num_voxels()`.
+            record_voxel_count: whether to record the largest number of output sites (without padding rows) of any call,
+                for `get_max_num_voxels()`.
             name: as in `SparseModule`.
             num_out_act_bound: the fixed number of output rows. If there are fewer sites, the last rows are not sites.
                 With this bound, the host does not wait for the device. None: one row per output site.
@@ -111,7 +112,7 @@ class SparsePool(SparseModule):
         return y
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """Return the maximum number of outputs of any call so far, (1,) int32. None without `record_voxel_count`,
+        """Return the largest number of output sites of any call so far, (1,) int32. None without `record_voxel_count`,
         and for a submanifold layer. For the same inputs, a fixed `num_out_act_bound` must be at least this number."""
         return getattr(self, VOXEL_COUNT, None)
 

@@ -155,16 +155,17 @@ class SparseConvTensor:
         return new
 
     def __add__(self, other: SparseConvTensor | Tensor) -> SparseConvTensor:
-        """Add features (N, C), or the features of a sparse tensor on the same sites.
+        """Add features (N, C), or the features of a sparse tensor with the same sites in the same order.
 
         Raises:
-            ValueError: the two sparse tensors do not share one tensor of indices. Use `functional.sparse_add` instead.
+            ValueError: `indices` of the two sparse tensors are not the same tensor object, even if their values are
+                equal. Use `functional.sparse_add` instead.
         """
         if not isinstance(other, SparseConvTensor):
             return self.replace_feature(self.features + other)
         if other.indices is not self.indices:
             raise ValueError(
-                f"{self} + {other} have different indices: add tensors with the same sites, or use "
+                f"{self} + {other} have different indices: add tensors that share one tensor `indices`, or use "
                 "rooftop.sparse.functional.sparse_add"
             )
         return self.replace_feature(self.features + other.features)

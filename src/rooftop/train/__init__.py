@@ -1,4 +1,4 @@
-"""Train a GPT in one or many processes, with the same result in every layout of ranks.
+"""Train a GPT in one or many processes, with the same losses, up to rounding, in every layout of ranks.
 
     torchrun --nproc-per-node 4 -m rooftop.train gpt --tensor-parallel-size 2 --data-path text/
 

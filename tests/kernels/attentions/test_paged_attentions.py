@@ -295,7 +295,7 @@ PAGES, LENGTHS = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([1, 6])
         ({"scale": "x"}, TypeError, "scale must be a number or None"),
         ({"scale": math.nan}, ValueError, "scale must be finite, got nan"),
         ({"positions": 1.5}, TypeError, "positions must be an int or None"),
-        ({"positions": -1}, ValueError, "positions must be 0 or more, got -1"),
+        ({"positions": -1}, ValueError, "positions, a total over all sequences, must be 0 or more, got -1"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, object], error: type[Exception], message: str) -> None:

@@ -20,7 +20,8 @@ from rooftop.analysis.report_contents import Advice
 
 
 def advise(findings: Findings) -> list[Advice]:
-    """All useful advice, the largest gain first. The noise of the wall time determines the interval of each gain."""
+    """All useful advice, the largest gain first. The interval of each gain extends as many ms below and above the gain
+    as the wall time's interval below and above the wall time."""
     advice = [item for rule in RULES for item in rule(findings)]
     least_ms = max(LEAST_GAIN * findings.summary.wall_ms, findings.noise_ms)
     worth_it = [_with_interval(item, findings) for item in advice if item.gain_ms >= least_ms]
@@ -28,8 +29,8 @@ def advise(findings: Findings) -> list[Advice]:
 
 
 def _with_interval(item: Advice, findings: Findings) -> Advice:
-    """Add an interval to a gain. It extends as many ms below and above the gain as the wall time's interval extends
-    below and above the wall time. If the rule itself has set a lower end that is lower, this lower end stays.
+    """Add an interval to a gain, as described in `advise`. If the rule itself has set a lower end that is lower, this
+    lower end stays.
     """
     low_ms, high_ms = findings.summary.wall_low_ms, findings.summary.wall_high_ms
     if low_ms is None or high_ms is None:

@@ -32,9 +32,9 @@ def repeated_ratios(
 ) -> dict[CallSpec | None, float]:
     """For each recorded call of an operator, its time in another dtype or layout divided by its original time.
 
-    Only the longest calls are timed: those that together take the share `MOST_TIME` of the total time, but at most
-    `MOST_CALLS` calls. Other calls get the mean ratio of their kind (see `_kind`). If no call of a kind could be timed,
-    its calls keep their times, so no gain is promised.
+    Only the longest calls are timed: those that together take the share `MOST_TIME` of the time of all `_TIMED_AGAIN`
+    operators, but at most `MOST_CALLS` calls. Equal calls count as one. Other calls get the mean ratio of their kind
+    (see `_kind`). If no call of a kind could be timed, its calls keep their times, so no gain is promised.
 
     Args:
         operators: recorded operators; those whose names are not in `_TIMED_AGAIN` are ignored.

@@ -2,8 +2,8 @@
 
 Autocast decides operator by operator: matrix work takes bfloat16, sums and logarithms take float32, and all other
 operators keep their inputs' dtype. So this module tracks, from operator to operator, which memory of a recorded step
-contains bfloat16. The memory of a result of matrix work counts as bfloat16 until another result is written there.
-Autocast has a separate list of operators for each kind of device.
+contains bfloat16. Results of matrix work, and of other operators whose inputs are bfloat16, make their memory
+bfloat16, until a float32 result is written there. Autocast has a separate list of operators for each kind of device.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ torch/_inductor/graph.py, decide_layout_opt):
 
 A grouped convolution has several groups, each with several input channels. The weight of a small convolution has at
 most 64 input channels and at most 64 output channels. The weight of a narrowing convolution has at most half as many
-output channels as input channels, and more than one row.
+output channels as input channels, and its first kernel dimension (the height in 2-D) is larger than 1.
 """
 
 from __future__ import annotations

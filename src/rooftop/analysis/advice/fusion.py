@@ -94,7 +94,7 @@ class _Node:
         joins: whether a compiler can fuse the operator with its neighbours in the data flow.
         alone: whether the compiler writes a separate kernel for this operator.
         elements: number of elements of the operator's largest tensor.
-        level: number of operators with a separate kernel on the longest path from the step's start to this operator.
+        level: the largest number of earlier operators that do not join, on any path of the data flow to this operator.
     """
 
     reads: dict[Value, int] = field(default_factory=dict)

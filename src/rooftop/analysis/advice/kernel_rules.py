@@ -83,8 +83,8 @@ def saved_by_padding_ms(findings: Findings) -> float:
 
 
 def uneven_kernels(findings: Findings) -> list[Advice]:
-    """Advise on operators that are slow for some shapes: those whose percent of roof is below the best quarter of the
-    same operator's shapes.
+    """Advise on operators that are slow for some shapes: those whose percent of roof is below the 75th percentile over
+    the same operator's shapes.
     """
     families: dict[tuple[str, str], list[OperatorRow]] = defaultdict(list)
     for row in findings.rows:

@@ -19,7 +19,8 @@ def rank_advice(ranks: Ranks) -> list[Advice]:
             f"{ranks.wall_ms:.2f} ms; for {ranks.transfer_ms:.2f} ms, not counting waits for other ranks, nothing else "
             "runs on any rank: reduce gradients in buckets while the backward pass runs, or less often over larger "
             "micro-batches",
-            min(ranks.transfer_ms, max(0.0, late.own_ms)),  # communication can hide behind this rank's own work only
+            # the slowest rank can hide communication only behind its own work
+            min(ranks.transfer_ms, max(0.0, late.own_ms)),
             "DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=25)",
         )
     ]

@@ -3,8 +3,8 @@
 While `CompiledGraphs` is active, Rooftop keeps each graph that inductor compiles, with the list of the kernels that
 inductor generated from its nodes. The profiler marks each run of a graph with the graph's key. So each kernel can be
 traced to its graph and its nodes (see `kernel_work`). For a graph with dynamic sizes, the profile also has the sizes of
-each run (see `dynamic_sizes`). Each graph break is recorded with its source line, and each recompilation with the first
-line of the recompiled function.
+each run (see `dynamic_sizes`). Each graph break is recorded with the position (file:line) where it occurs, and each
+recompilation with the position at which the recompiled function begins.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class KernelWork:
             is none.
         scope: path of the module that its nodes share.
         lays_out: whether the kernel only changes the layout of operands of library calls. The graph does not say which
-            operands, so the cost is that of the smallest operand of each call.
-        title: name in reports, for a library's call whose own name is ambiguous.
+            operands, so the cost is one read and one write of the smallest operand of each call, summed over the calls.
+        title: name in reports, for a library's call whose own name is ambiguous; "" for all other kernels.
     """
 
     name: str
@@ -254,8 +254,9 @@ def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -
     values from memory.
 
     Inductor lists such a value for both kernels if it decided late that one kernel writes the value and the other reads
-    it (the input of a pooling). A value that no node of its group uses is an output of the kernel, so the kernel writes
-    it. For a reduction in two stages, inductor may list all nodes for both kernels; the second one writes the results.
+    it (the input of a pooling). The first kernel whose group has a value, but no user of the value, is the kernel that
+    writes it. For a reduction in two stages, inductor may list all nodes for both kernels; the second one writes the
+    results.
     """
     begun: set[fx.Node] = set()
     written: set[fx.Node] = set()
@@ -281,7 +282,7 @@ class _Kernel:
     kernels_of: dict[fx.Node, list[int]]
     begun: set[fx.Node]  # reductions whose first stage an earlier kernel has run
     fills: Mapping[fx.Node, int]  # scatter -> number of the kernel that fills the memory to which the scatter adds
-    # source -> those parts of the source that the kernel reads
+    # source -> what the kernel reads of it: the tensors that it reads whole, and the bytes that it reads of others
     reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)
 
     def stored(self) -> list[fx.Node]:
@@ -363,8 +364,9 @@ class _Kernel:
         return [v for user in picked if any(self._uses_from_memory(u, node) for u in user.users) for v in _values(user)]
 
     def _needed(self, stored: Iterable[fx.Node], members: set[fx.Node]) -> list[fx.Node]:
-        """The nodes that this kernel really computes: the nodes on which the stored nodes depend, up to reductions that
-        an earlier kernel began."""
+        """The nodes that this kernel really computes: the stored nodes, and the nodes of the group on which they
+        depend. Views, and reductions that an earlier kernel began, are left out; so is what only these reductions
+        need."""
         needed: dict[fx.Node, None] = {}
         waiting = list(stored)
         while waiting:
@@ -470,7 +472,8 @@ def _is_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = _operator(node)
-    free = _cost(node) == FREE and any(value.numel() for value in _values(node))  # without elements, there is no work
+    # a view costs nothing; so does any operator on 0 elements, which this does not make a view
+    free = _cost(node) == FREE and any(value.numel() for value in _values(node))
     return not name.startswith(_ALLOCATIONS) and (free or name in ("reshape", "contiguous"))
 
 

@@ -71,7 +71,8 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
 @click.option(
     "--ceilings",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Use the ceilings in this file instead of measuring them. The file must be for the same kind of device.",
+    help="Use the ceilings in this file instead of measuring them. A step on a GPU needs a GPU's ceilings, a step on a "
+    "CPU a CPU's.",
 )
 @click.option("--trace", type=click.Path(path_type=Path), help="Also write a trace of one step, for Perfetto.")
 @click.option("--counters", is_flag=True, help="Also show the GPU's hardware counters of each kernel (needs ncu).")

@@ -55,6 +55,6 @@ class PercentType(click.ParamType[float]):
 def command() -> None:
     """Compare two reports that `rooftop analyze --json` wrote.
 
-    Shows the changes of the whole step, then the operators and modules whose times changed most. A change of the wall
-    time is called noise if it is smaller than 1%, or than the spread of the runs within either report.
+    Shows the changes of the whole step, then the operators and modules whose times changed by the most ms. A change of
+    the wall time is called noise if it is at most 1%, or at most the larger spread of the two reports' runs.
     """

@@ -21,7 +21,7 @@ How to read the table:
   Each row shows the samples per second of one stage alone. The inputs of all stages but disk
   are already in memory.
   loader  all stages of a sample together, as in training. Its rate must be above the rate of model.
-  bounds  the stage to improve first.
+  The last line below the table, "... bounds", names the stage to improve first.
 
 \b
 What to do if a stage is the slowest:

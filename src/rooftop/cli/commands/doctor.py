@@ -23,6 +23,7 @@ Examples:
 def command() -> None:
     """Check what works on this machine, and print the command that fixes each problem.
 
-    The command runs tiny kernels on each GPU. It installs and changes nothing, except with --install-kernel. It lists
-    missing optional packages and how to install them. The exit status is 1 if something required is broken.
+    The command runs tiny kernels on each GPU. It installs and changes nothing, except a Jupyter kernel with
+    --install-kernel. It lists missing optional packages and how to install them. The exit status is 1 if something
+    required is broken.
     """

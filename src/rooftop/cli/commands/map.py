@@ -86,7 +86,8 @@ pandas.read_parquet("classes.parquet").
     "--stride",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Frames from the start of one clip to the start of the next.  [default: clips do not overlap]",
+    help="Distance between the first frames of consecutive clips, in frames of the video.  [default: clips share no "
+    "frames]",
 )
 @click.option(
     "--point-columns",
@@ -128,15 +129,16 @@ pandas.read_parquet("classes.parquet").
     help="Time limit per item; a slower item becomes a row with an error.  [default: none]",
 )
 @click.option("--retry-errors", is_flag=True, help="Recompute items whose row has an error.")
-@json_option("the figures")
+@json_option("the numbers of rows and errors, the times and the rates")
 @done_by("rooftop.cli.map:run")
 def command() -> None:
     """Call TARGET for every item of INPUTS, on all GPUs or cores, and write each result to Parquet when it is ready.
 
     TARGET is a model (resnet50, detr_resnet50, ...), or a function or class, given as my.py:NAME or
     package.module:NAME. INPUTS are files, or folders, which are searched recursively. Each item has one row: input,
-    place (line, row or first frame in the file), error, and the columns of the result. The first good result sets the
-    columns. An item becomes a row with an error if it cannot be read, raises, hangs (--timeout) or kills its process.
+    place (line, row or first frame in the file), error, and the columns of the result. The first good result, in the
+    order of the items, sets the columns. An item becomes a row with an error if it cannot be read, raises, hangs
+    (--timeout) or kills its process.
 
     The exit status is 1 if every item has an error or a file cannot be read to its end, and otherwise 0.
     """

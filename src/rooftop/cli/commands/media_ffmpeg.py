@@ -28,9 +28,10 @@ Examples:
 def check_command() -> None:
     """Test FFmpeg's decoders, encoders and filters on this machine, on GPUs and in software.
 
-    Runs the codecs and filters whose correct frames Rooftop knows, and compares the GPUs' frames with those of the
-    software codecs. "works" means correct frames. "not tried" means that there was nothing to compare with. The command
-    takes 15 s or more. The exit status is 0 even without a GPU, and 1 without FFmpeg.
+    Runs test frames through the codecs and filters that Rooftop can check. Frames from GPU decoders and filters must
+    match those of software. Frames from encoders, decoded by software, must resemble the test frames. "works" means
+    correct frames. "not tried" means that there was nothing to compare with. The command takes 15 s or more. The exit
+    status is 0 even without a GPU, and 1 without FFmpeg.
     """
 
 

@@ -1,4 +1,6 @@
-"""Values of options, listed here so that help loads no other module. A test compares the values with their sources."""
+"""Allowed values of options, listed here so that help loads no other module. A test compares the values with their
+sources.
+"""
 
 from __future__ import annotations
 

@@ -76,10 +76,10 @@ VIDEOS = (".mp4", ".mkv", ".mov")  # containers that support H.264
     metavar="FILE",
     help="Picture to write (.png).  [default: the name of the video]",
 )
-@json_option("the figures")
+@json_option("the settings and the error of each frame")
 @done_by("rooftop.cli.predict_video:run")
 def command() -> None:
-    """Predict the next frames of a clip with a ConvLSTM, each frame from all earlier frames.
+    """Predict the next frames of a clip with a ConvLSTM, each from the context frames and the frames predicted so far.
 
     Writes a video (real frames on the left, predicted frames on the right) and a picture (real frames above the
     predicted frames). Predictions beyond the end of the clip are shown beside black frames. Prints the mean absolute

@@ -37,8 +37,9 @@ Examples:
     --context-parallel-size 2 --recompute --eod-token 2 --reset-position-ids
 
 Layout: the number of ranks, divided by the tensor, pipeline and context parallel sizes, is the data parallel size. 8
-processes with --tensor-parallel-size 2 are 4 x 2 ranks; with --pipeline-parallel-size 2 as well, 2 x 2 x 2. Each data
-parallel group runs micro-batches of --micro-batch-size sequences until --global-batch-size is reached.
+processes with --tensor-parallel-size 2 are 4 x 2 ranks; with --pipeline-parallel-size 2 as well, 2 x 2 x 2. The ranks
+that share one copy of the model compute the copy's share of --global-batch-size, in micro-batches of --micro-batch-size
+sequences.
 
 Context parallelism: each rank holds one chunk from the front and one from the back of every sequence, and the ranks
 exchange keys and values. With --eod-token, each sequence is divided so that all ranks have equal work.
@@ -123,8 +124,9 @@ def command() -> None:
 @click.option(
     "--split",
     metavar="TRAIN,VALID",
-    help="Instead of --valid-data-path: split --data-path, from the front, into parts for training and validation, "
-    "e.g. 95,5. A third part is kept for tests and not used.",
+    help="Instead of --valid-data-path: use the front of --data-path for training and the tokens after it for "
+    "validation, in these proportions, e.g. 95,5. A third number, as in 969,30,1, leaves tokens at the end unused, for "
+    "tests.",
 )
 @size("--eval-interval", help=f"Steps between validations; the last step is always validated.  [default: {INTERVAL}]")
 @size(
@@ -209,9 +211,10 @@ def command() -> None:
 @click.option(
     "--enable-cuda-graph/--disable-cuda-graph",
     default=None,
-    help="Launch forward and backward three times, then replay them from a CUDA graph. This helps if the GPU computes "
-    "layers faster than Python launches them; --disable-cuda-graph launches every step.  [default: on one GPU, if a "
-    "layer needs less than 1.5 teraflop for a micro-batch, and memory suffices: see docs/training.md]",
+    help="Launch the first three steps, then replay forward and backward of each step from a CUDA graph. This helps if "
+    "the GPU computes layers faster than Python launches them; --disable-cuda-graph launches every step.  [default: on "
+    "one GPU, if forward and backward of a layer need less than 1.5 teraflop for a micro-batch, and memory suffices: "
+    "see docs/training.md]",
 )
 @size("--tensor-parallel-size", default=1, show_default=True, help="Number of ranks that share each layer.")
 @click.option(

@@ -65,7 +65,7 @@ def attention_backward(call: Call) -> Cost:
     through_softmax = to_query or to_key or to_bias
     pairs = _pairs(call, query, key)
     per_pair = key.shape[-1] * (1 + to_query + to_key) + value.shape[-1] * (to_value + through_softmax)
-    # For each pair: exp(score - logsumexp), then the gradient of softmax. For each query: the sum of out · grad_out.
+    # For each pair: exp(score - logsumexp), the addition of a mask, then the gradient of softmax.
     pointwise = pairs * (2 + (bias is not None) + SOFTMAX_BACKWARD_FLOPS * through_softmax)
     flops = merged(matrix_flops(query, pairs * per_pair), arithmetic(pointwise, [query]))
     read = [gradient, query, *_seen(call, query, key, value), bias, call["logsumexp"]]

@@ -92,8 +92,9 @@ def products(call: Call) -> Cost:
 
 @cost_of("aten::_trilinear")
 def trilinear(call: Call) -> Cost:
-    """Sums of products of three tensors (`nn.Bilinear`): one multiply-add for each combination of their dimensions. The
-    third factor is multiplied after the longest sum, with so few elements that this multiplication is not counted.
+    """Sums of products of three tensors (`nn.Bilinear`): one multiply-add for each combination of their dimensions. Two
+    factors are multiplied and summed over the longest summed dimension first. The result has so few elements that its
+    multiplication with the third factor is not counted.
     """
     first, second, third = call["i1"], call["i2"], call["i3"]
     sizes = torch.broadcast_shapes(
@@ -106,7 +107,7 @@ def trilinear(call: Call) -> Cost:
 
 
 def _expanded(tensor: Tensor, dimensions: Sequence[int]) -> tuple[int, ...]:
-    """The tensor's shape, with sizes of 1 inserted at the given dimensions of the result."""
+    """Insert sizes of 1 into the tensor's shape, so that the returned shape has them at the indices `dimensions`."""
     sizes = list(tensor.shape)
     for dimension in sorted(dimensions):
         sizes.insert(dimension, 1)

@@ -1,7 +1,8 @@
 """Cost of optimizer steps: operators on lists of tensors (`_foreach_*`), and whole steps in one operator (`_fused_*`).
 
-Every tensor of every list counts once. A fused step's schema lets the step change gradients. Such a change counts as a
-write only if the step unscales the gradients.
+A tensor that the operator reads counts once as read, and a tensor that it writes once as written, even if several lists
+contain the tensor. A fused step's schema lets the step change gradients. Such a change counts as a write only if the
+step unscales the gradients.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ def to_sparse(call: Call) -> Cost:
 
 cost_of("aten::_to_dense")(streaming())
 cost_of(*aten("_convert_indices_from_coo_to_csr _convert_indices_from_csr_to_coo _spdiags"))(streaming())
-# The operator checks that pointers ascend and that indices are inside the shape: one comparison each.
+# The operator checks that pointers ascend and that plain indices are inside the shape. Only the comparisons of plain
+# indices count, one each.
 cost_of("aten::_validate_compressed_sparse_indices")(streaming(1, per="plain_idx"))
 cost_of("aten::copy_sparse_to_sparse")(streaming(unread=["self"]))
 cost_of("aten::_sparse_broadcast_to")(streaming())

@@ -66,7 +66,8 @@ def attention_backward_reference(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute (dquery, dkey, dvalue, dscores) in plain PyTorch; dscores is (B, H, S_q, S_k)."""
+    """Compute (dquery, dkey, dvalue, dscores) in plain PyTorch. dscores (B, H, S_q, S_k) is the gradient of the scaled
+    and masked scores."""
     scores, keys, values = scores_of(query, key, value, mask, is_causal, scale)
     weights, gradient = _probabilities(scores, lse), dout.to(scores.dtype)
     dweights = gradient @ values.mT
@@ -501,7 +502,7 @@ def attention(
         `torch.use_deterministic_algorithms(True)` makes gradients reproducible.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match, the scale is not finite, or attn_mask is given with is_causal.
         NotImplementedError: forward-mode differentiation, a second derivative, or in backward the gradient of the
             log-sum-exp in float16 on a GPU.

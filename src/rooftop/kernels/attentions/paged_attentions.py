@@ -270,7 +270,7 @@ def paged_attention(
         (B, H, D), dtype of the queries; scores, softmax and merging are float32 (float64 for float64).
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match, or the scale is not finite. On the CPU, ValueError is also raised
             if a query attends to a page outside the cache, or if a length is negative or exceeds the page table. On a
             GPU, the result of such a sequence is NaN.
@@ -283,7 +283,7 @@ def paged_attention(
     if positions is not None and not is_integer(positions):
         raise TypeError(f"paged_attention: positions must be an int or None, got {positions!r}")
     if isinstance(positions, int) and positions < 0:
-        raise ValueError(f"paged_attention: positions must be 0 or more, got {positions}")
+        raise ValueError(f"paged_attention: positions, a total over all sequences, must be 0 or more, got {positions}")
     if window is not None and not is_integer(window):
         raise TypeError(f"paged_attention: window must be an int or None, got {window!r}")
     if window is not None and window < 1:

@@ -53,7 +53,7 @@ class Rule:
 # Measured on an H200 at 64 to 16384 positions of 32 to 128 features (benchmarks/results/h200/tune_attentions.json).
 # cuDNN's kernels, which use Hopper's matrix instructions, are the fastest in forward and backward, causal or not. Next
 # fastest is flash-2, which does not use these instructions, and then the memory-efficient kernels. With fewer than
-# about 128 queries and up to 64 features, the memory-efficient kernels are the fastest.
+# about 128 queries and up to 64 features, the memory-efficient kernels are the fastest in both directions.
 _CUDNN_FIRST, _EFFICIENT_FIRST = ("cudnn", "flash", "efficient"), ("efficient", "cudnn", "flash")
 RULES = (
     Rule("forward", _CUDNN_FIRST, capability=(9, 0), least_positions=128),

@@ -3,7 +3,7 @@
 (a, b) -> (a cos - b sin, b cos + a sin). Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position
 Embedding". Pairs are (i, i + R / 2), as in GPT-NeoX and Llama, or neighbours (2 i, 2 i + 1), as in the paper. The
 operator is bound by memory: one kernel reads and writes queries and keys once, and reads the tables of cosines and
-sines once for each group of heads. The gradient is the rotation by the negative angle.
+sines once for every `RotaryConfig.heads` heads. The gradient is the rotation by the negative angle.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ def rope(
         x: (B, H, S, D), bfloat16, float16, float32 or float64; any strides (the transposed view of (B, S, H, D) is read
             and written without a copy). (H, S, D) and (S, D) are accepted as well.
         cos, sin: (T, R / 2), or (B, T, R / 2) for one table per sequence: T positions, and R <= D rotated features.
-            Features that are not rotated are copied. The tables have half or single precision; if x is float64, the
-            tables may have any precision. The tables get no gradient.
+            Features that are not rotated are copied. The tables may have any dtype that x may have, whatever
+            the dtype of x. The tables get no gradient.
         interleaved: whether pairs are neighbours (2 i, 2 i + 1) instead of (i, i + R / 2).
         offset: position of x's first row in the tables: an int for all sequences, or a tensor of (B,) integers.
         inplace: write the result to x. Not allowed if autograd tracks x.
@@ -241,7 +241,7 @@ def rope(
         results at such positions are NaN.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: a shape, device or position is wrong. With `inplace`, ValueError is also raised if x has overlapping
             memory, if the features of x are not contiguous, or if autograd tracks x.
         NotImplementedError: the tables require a gradient, or forward-mode differentiation is active.

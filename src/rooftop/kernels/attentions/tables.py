@@ -34,15 +34,16 @@ class WindowConfig:
 
 # These parameters were chosen by the compiler's report of spilled registers for sm_90, and are not measured yet.
 # Forward does not spill in half precision; for windows of more than 64 positions, a program has 16 query positions.
-# Backward does not spill in half precision without cosine attention. In backward, cosine attention and float32 spill a
-# few hundred bytes a thread with 4, 8 and 16 warps.
+# Backward does not spill in half precision without cosine attention. With cosine attention or with float32, backward
+# spills a few hundred bytes per thread, with 4, 8 and 16 warps.
 WINDOW_FORWARD = (
     WindowConfig(positions=64, features=64, queries=64, warps=4, measured=False),
     WindowConfig(positions=64, features=128, queries=64, warps=8, measured=False),
     WindowConfig(positions=256, features=64, queries=16, warps=4, measured=False),
 )
 WINDOW_BACKWARD = (WindowConfig(positions=64, features=64, queries=64, warps=8, measured=False),)
-WINDOW_PROGRAMS_PER_SM = 4  # in backward; a program adds the gradients of several windows and stores the sum once
+# in backward; a program sums the gradients of bias, padding and cosine scale over several windows, and stores them once
+WINDOW_PROGRAMS_PER_SM = 4
 
 # ---- rotary embeddings ---------------------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
 
     With one query head per key head, the kernel adds up products in registers. With several query heads, the kernel
     uses matrix products of 16 rows or more. Float32 matrix products do not use the tensor cores, so with several query
-    heads, float32 uses the smallest tiles of all dtypes.
+    heads, float32 uses the smallest possible tiles: 16 query heads and 16 positions.
     """
     block = max(16, power_of_two(width))
     keys = max(16, min(MOST_KEYS, TILE_BYTES // (block * element_bytes)))

@@ -470,7 +470,7 @@ def window_attention(
         dtype.
 
     Raises:
-        TypeError: a tensor is not dense or has a wrong dtype, or scale or dropout is not a number.
+        TypeError: a tensor's layout is not `torch.strided`, its dtype is wrong, or scale or dropout is not a number.
         ValueError: shapes or devices do not match, the shift is not below the window's size, both scales are given, a
             scale is not finite, or dropout is not a probability.
         NotImplementedError: forward-mode differentiation or a second derivative, if dropout is 0.

@@ -69,8 +69,9 @@ def conv_act_reference(
 class Kept(NamedTuple):
     """The values that backward needs. `saved` is the activation's result if `of_output`, else the activation's input.
 
-    `saved` is None if there is no activation. `saved` is also None in a traced program, if the activation's gradient
-    needs the activation's input. Backward then computes this input again, and only then are bias and residual kept.
+    `saved` is None if there is no activation. `saved` is also None in a program that torch.jit.trace, torch.export or
+    make_fx traces, if the activation's gradient needs the activation's input. Backward then computes this input again,
+    and only then are bias and residual kept.
     """
 
     x: Tensor
@@ -247,7 +248,7 @@ def conv_act(
         (float64 for float64). Autocast casts the operands as it casts those of `conv2d`.
 
     Raises:
-        TypeError: a tensor is not dense, its dtype does not match, or a size is not an integer.
+        TypeError: a tensor's layout is not `torch.strided`, its dtype does not match, or a size is not an integer.
         ValueError: shapes, sizes or devices do not match, or the activation is unknown.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
@@ -294,8 +295,8 @@ def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Pair, padding: Pair,
     dilation: Pair, groups: int, activation: str | None,
 ) -> Prepared:  # fmt: skip
-    """Check the arguments. Return what `cast_beside_residual` returns (x, weight, bias and both residuals), the
-    geometry and the activation's name.
+    """Check the arguments. Return x, weight, bias, the residual that the operator adds, the residual to add after the
+    operator (at least one of both is None; see `cast_beside_residual`), the geometry and the activation's name.
     """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation

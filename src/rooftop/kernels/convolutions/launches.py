@@ -80,7 +80,7 @@ def copied(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: Geometr
     if geometry.groups > 1 or geometry.out_channels % group or not aligned:
         return False
     if geometry.channels < LEAST_CHANNELS:
-        return True  # `packed` pads images of few channels to groups of 16 bytes
+        return True  # `packed` pads the pixels and lines of such images to the alignment that TMA needs
     if geometry.channels % (2 * group):
         return False
     strided = geometry.taps > 1 or geometry.padding != (0, 0)
@@ -195,7 +195,8 @@ class Boxes:
         base: the tensor that owns the memory.
         shape, strides: sizes and strides of the five dimensions.
         geometry: geometry of the convolution of this image.
-        batch, out: batch size and (lines, pixels) of the convolution's result in these dimensions.
+        batch, out: number of images of the result, and its (lines, pixels of a line). For a pointwise convolution, all
+            pixels of the result count as one line of one image.
     """
 
     base: Tensor

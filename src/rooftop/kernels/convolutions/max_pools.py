@@ -110,7 +110,8 @@ def max_pool2d(
         (N, C, OH, OW), channels last if input is. A result is NaN if its window contains a NaN.
 
     Raises:
-        TypeError: the input is not a dense tensor of floating point, or a size is not an integer.
+        TypeError: the input's layout is not `torch.strided`, its dtype is not floating point, or a size is not an
+            integer.
         ValueError: shapes or sizes do not match.
         NotImplementedError: the input needs a gradient, or forward-mode differentiation is active.
     """

@@ -1,8 +1,9 @@
 """Choose a kernel and its parameters, or a library, by the shape of a convolution and the operations after it.
 
 `MEASURED_ON_HOPPER` contains measurements on an H200 (`benchmarks/tuning/conv_acts.py` prints its lines). A call uses
-the fastest choice for the nearest measured shape of the same kind (`_nearest`). If no measured shape is near,
-`_predicted` returns the choice that is expected to be the fastest. Nothing is measured at run time.
+the fastest choice for the nearest measured shape with the same taps and stride, both with or both without a residual
+(`_nearest`). If no measured shape is near, `_predicted` returns the choice that is expected to be the fastest. Nothing
+is measured at run time.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class ConvTile:
     """How a kernel computes a convolution.
 
     Attributes:
-        kernel: "persistent": each program computes many boxes, copied by TMA. "single": each program computes one box.
-            "gathered": programs load by pointers. "depthwise": programs load by pointers and compute no matrix
-            product; each channel is a group.
+        kernel: "persistent": programs load by TMA, and each computes many tiles of the result. "single": programs load
+            by TMA, and each computes one tile. "gathered": programs load by pointers. "depthwise": programs load by
+            pointers and compute no matrix product; each channel is a group.
         rows, columns, depth: pixels of a tile of the result, channels of that tile, and channels of a tap per step;
             powers of 2. For "depthwise", `rows` counts lines of the result, and `depth` is the number of neighbouring
             pixels computed in each line, which need not be a power of 2.
@@ -308,8 +309,8 @@ def _of_groups(problem: Problem, library: Backend) -> ConvPlan:
 
 def _library_is_faster(geometry: Geometry) -> bool:
     """Whether, at many pixels, cuDNN followed by a separate pass should be faster than the kernel "gathered".
-    Measurements showed this for two groups of 24 channels, and for 4 to 16 groups of 56 channels with a stride of 1.
-    The bounds in the code also include similar groups.
+    Measurements at batch 128 showed this for two groups of 24 channels each, and for 4 to 16 groups of 56 channels
+    each, all with a stride of 1. The bounds in the code also include similar groups, and up to 32 channels any stride.
     """
     channels, _ = geometry.of_group
     return geometry.groups < 4 if channels <= 32 else channels <= 64 and geometry.stride == (1, 1)

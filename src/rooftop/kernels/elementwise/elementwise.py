@@ -132,8 +132,9 @@ class Kept(NamedTuple):
     summed: dict[int, torch.Size]
 
     def gradients(self, tensors: Sequence[Tensor | None], given: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Compute the gradients of the arguments from the gradients of outputs that all have the same shape. The result
-        maps argument numbers to gradients, each summed to its argument's shape.
+        """Compute the gradients of the arguments from `given`, which maps numbers of outputs to their gradients. All
+        given gradients must have the same shape; the caller adds the results for several shapes. The result maps
+        argument numbers to gradients, each summed to its argument's shape.
         """
         full = next(iter(given.values())).shape
         outputs = tuple([(i, g.dtype) for i, g in given.items()])
@@ -388,8 +389,9 @@ class Fused:
         """Compute the function of tensors and numbers.
 
         Returns:
-            A tensor, or a tuple of tensors if the function returns a tuple. Each result has the broadcast shape of the
-            tensors that it depends on, PyTorch's dtype, and the memory layout of the first tensor of that shape.
+            A tensor, or a tuple of tensors if the function returns a tuple. Each result has PyTorch's dtype, and the
+            broadcast shape of the tensors that it depends on. It has the memory layout of the first of these tensors
+            with that shape, and is contiguous if there is none or if that tensor's elements are not dense in memory.
 
         Raises:
             TypeError: the arguments are wrong, or an operation is not defined for a dtype.

@@ -36,9 +36,10 @@ class Access:
     Attributes:
         outer: for each dimension except the last, whether the tensor's stride is nonzero.
         column: code of the stride along the last dimension. 0: the stride is 0; 1: the stride is 1; 2: the stride is
-            larger; 3: `period` numbers repeat along the dimension. For code 3 the kernel reads a table with one row for
-            each of the numbers: row p repeats all numbers, beginning with number p. A block that starts at number p
-            reads row p (`operands/repeating_numbers.py`).
+            larger; 3: the argument consists of `period` numbers, such as one per channel, which repeat along the
+            dimension. For code 3 the kernel reads a table with one row for each of the numbers: row p repeats all
+            numbers, beginning with number p. A block that starts at number p reads row p
+            (`operands/repeating_numbers.py`).
     """
 
     outer: tuple[bool, ...]

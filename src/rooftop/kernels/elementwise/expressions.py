@@ -37,8 +37,8 @@ class Operation:
 
     Attributes:
         typing: how the result's dtype follows from the operands' dtypes: "promoted", "float", "compared", "bitwise",
-            "where", "scaled" (the first operand's dtype), "nearest" (int32), "bits" (float64), or the name of the dtype
-            of a cast.
+            "where", "scaled" (the first operand's dtype), "nearest" (int32, from a floating point dtype), "bits"
+            (float64, from int64), or the name of the dtype of a cast.
         arity: number of operands.
         apply: the operation in PyTorch, on tensors of one dtype.
         gradients: a function from (gradient of the result, result, *operands) to the gradients of the operands; None:
@@ -271,7 +271,7 @@ def constant(value: int | float | bool) -> Expression:
     """A number that is part of the expression.
 
     Raises:
-        ValueError: an integer of more than 64 bits.
+        ValueError: an integer that fits neither int64 nor uint64.
     """
     if type(value) is int and not -(1 << 63) <= value < 1 << 64:
         raise ValueError(f"fused: a number of {value.bit_length()} bits is more than a tensor can hold: write a float")

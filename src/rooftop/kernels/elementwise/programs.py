@@ -150,7 +150,7 @@ def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], program: Progr
     index. All tensors must be on one device.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype is not supported.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is not supported.
         ValueError: the tensors are on several devices, or their shapes do not broadcast.
     """
     if isinstance(program, str):

@@ -38,7 +38,8 @@ class Swiglu(NamedTuple):
         return self.gate.new_empty(_halves(*self)[0].shape)
 
     def in_pytorch(self) -> Tensor:
-        """The result has the strides of gate; the arithmetic is float32, or float64 for float64."""
+        """Compute the result in plain PyTorch, with arithmetic in float32 (float64 for float64). The result need not be
+        contiguous: its dimensions have the same order in memory as those of gate."""
         gate, up = _halves(*self)
         inside = accumulator_dtype(gate.dtype)
         return (torch.nn.functional.silu(gate.to(inside)) * up.to(inside)).to(gate.dtype)
@@ -120,7 +121,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         (..., N), contiguous, of the inputs' dtype. The arithmetic is float32 (float64 for float64).
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match.
     """
     _check(gate, up)

@@ -197,7 +197,7 @@ def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
         (B, C), the dtype of features. The sums over corners are float32 (float64 for float64).
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype is not floating point.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is not floating point.
         ValueError: shapes or devices do not match.
         MissingExtraError: the tensors are on a GPU, and NVRTC or `cuda.core` is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.

@@ -157,7 +157,7 @@ def embedding(
         additions depends only on the tokens, so the gradient has the same bits in each run.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match, or padding_idx is outside the table.
         IndexError: on the CPU, a token is out of range.
         NotImplementedError: max_norm, scale_grad_by_freq or sparse is given.

@@ -82,7 +82,7 @@ def trilinear_interpolate(features: Tensor, points: Tensor) -> Tensor:
         result in float64.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype is not floating point.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is not floating point.
         ValueError: shapes or devices do not match.
         MissingExtraError: the tensors are on a GPU, and Triton is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.

@@ -75,8 +75,8 @@ class CornersConfig:
     """Launch parameters for points whose corners have up to `row_bytes` bytes each.
 
     Attributes:
-        block_bytes: bytes that a block processes of one corner, for all points of the block together.
-        channel_bytes: maximum number of bytes that a block processes at a time of one corner of one point.
+        block_bytes: bytes that a program processes at a time of one corner, for all its points together.
+        channel_bytes: maximum number of bytes that a program processes at a time of one corner of one point.
         warps: warps of a program.
     """
 

@@ -79,7 +79,8 @@ def chunk_rows(rows: int, features: int, classes: int) -> int:
 
 class LinearCrossEntropy(NamedTuple):
     """The operator of `linear_cross_entropy`, which returns (loss (), dhidden, dweight, dbias, factor). Forward
-    computes the gradients that `wanted` selects; backward only multiplies these gradients by `factor`.
+    computes the gradients that `wanted` selects; backward only multiplies these gradients by `factor` and by the
+    gradient of the loss. `factor` is 1, or 1 / the mean's divisor if forward has not divided by it (float16).
     """
 
     hidden: Tensor

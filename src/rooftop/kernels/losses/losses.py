@@ -411,7 +411,7 @@ def cross_entropy(
         micro-batches NaN.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype (class probabilities included).
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong (class probabilities included).
         ValueError: a shape, device or number is wrong; or a target is not a class. Targets are always checked on the
             CPU, but on a GPU only with ROOFTOP_CHECK=1 in the environment. On a GPU without ROOFTOP_CHECK=1, the losses
             of rows whose target is not a class are NaN, and so is a reduced loss. The gradients of rows with valid

@@ -8,7 +8,8 @@ from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 # The fastest of the parameters measured on an H200 in half precision. FUSED (with the gradient) was measured at 1024,
 # 8192, 16384, 32768, 50257, 50304 and 128256 classes, and the other tables at 128256 classes. LOSS has the tiles of
 # FUSED. A loss without its gradient reads each row once, in blocks; it keeps few values, and many programs fit on an
-# SM. With the gradient, reading rows of 64 KiB twice, in long blocks, is faster than keeping them in registers.
+# SM. With the gradient, reading rows of 64 KiB twice, in long blocks, is faster than keeping them in registers, so all
+# rows of more than 32 KiB are read twice.
 LOSS = (
     TileConfig(row_bytes=256, rows=16, block_bytes=256, warps=2),
     TileConfig(row_bytes=512, rows=8, block_bytes=256, warps=2),

@@ -6,9 +6,9 @@ With GRADIENT, long rows are read a second time, mostly from L2, from the end to
 readings, the elements after a row's last full block stay in registers. `dx` may share memory with `x`: a program reads
 each element before writing it.
 
-WIDE is set for float32 logits: exponentials are added in float64, and losses are float64. In float32, the rounding
-error of a row's sum or logarithm would change all results of that row, for some small tensors by more than twice
-PyTorch's error.
+WIDE is set for float32 logits: exponentials are added in float64, and the losses of rows (`losses`) are stored in
+float64. In float32, the rounding error of a row's sum or logarithm would change all results of that row, for some small
+tensors by more than twice PyTorch's error.
 
 The kernels subtract the row's maximum from all logits. In a long row, the sum for label smoothing is computed before
 the maximum is known, so there the kernel subtracts the target's logit instead. So a large common offset of the logits
@@ -105,10 +105,10 @@ def cross_entropy_rows_long(
     """Do the same as `cross_entropy_rows` for every P-th row, where P is the number of programs. Rows whose
     target is ignored are not read.
 
-    SHIFTED: rows are contiguous, but need not begin at a multiple of GROUP elements. The program loads the groups of
-        GROUP elements that enclose a row, so the element at a position has column = position - shift. The program
-        stores whole groups at once. If a group is shared with a neighbouring row, the program stores this row's
-        elements of the group one by one, after all loads. SHIFTED does not support class weights.
+    SHIFTED: x and dx are contiguous, but a row need not begin at a multiple of GROUP elements. The program loads the
+        groups of GROUP elements that enclose a row, so the element at a position has column = position - shift. The
+        program stores whole groups at once. If a group is shared with a neighbouring row, the program stores only this
+        row's elements of the group, after it has loaded the whole row. SHIFTED does not support class weights.
     """
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)

@@ -259,7 +259,7 @@ def linear_act(
         `torch.nn.functional.linear`.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match, or the activation is unknown.
         NotImplementedError: forward-mode differentiation.
     """
@@ -295,10 +295,10 @@ def linear_act_and_before(
 
 
 def activation_of(before: Tensor, activation: str) -> Tensor:
-    """Recompute the result of `linear_act` bit for bit from the activation's kept input, without a gradient.
+    """Recompute y of `linear_act_and_before` bit for bit, without a gradient.
 
     Args:
-        before: (..., N), the input of the activation.
+        before: (..., N), the second result of `linear_act_and_before`.
         activation: as in `linear_act`.
 
     Raises:

@@ -254,7 +254,7 @@ def plan_of(
 def finished_by_library(x: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool) -> bool:
     """Whether a cuBLAS epilogue can compute all operations after the product, as accurately as PyTorch's operators.
 
-    cuBLAS has no gelu_tanh in float32, and for K = 0 cuBLAS would omit the activation.
+    In float32, only relu has such an epilogue. For K = 0, cuBLAS would omit the activation.
     """
     has_one = activation == "relu" or (activation == "gelu_tanh" and x.element_size() == 2)
     return has_one and bias is not None and residual is None and not keep and x.is_cuda and x.shape[1] > 0

@@ -325,8 +325,9 @@ def _compensated(sums, lost, values):
 
 @triton.jit
 def _rows_from(source, row, step, ACROSS: tl.constexpr):
-    """Load a block (rows, K) of a matrix through its tensor descriptor `source`. With ACROSS, the columns of the matrix
-    are contiguous instead of its rows, and the function transposes the loaded block.
+    """Load a block, DEPTH columns wide, of a matrix (rows, K) through its tensor descriptor `source`. The block begins
+    at row `row` and column `step`. With ACROSS, the columns of the matrix are contiguous instead of its rows, and the
+    function transposes the loaded block.
     """
     if ACROSS:
         block = source.load([step, row]).T

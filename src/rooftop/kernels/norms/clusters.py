@@ -40,11 +40,11 @@ class Staged(NamedTuple):
         fused_multiply_add: whether the compiler may fuse products and sums.
         rows: the number of rows.
         most: the maximum number of clusters; 0 means as many as the device can run at the same time.
-        multiple: the number of clusters is a multiple of this number. If `multiple` is eight, all rows of a cluster
-            have the same shift.
+        multiple: the number of clusters is a multiple of this number. It is eight if the row length is not a
+            multiple of eight. All rows of a cluster then have the same shift: the number of elements between the last
+            multiple of 16 bytes and the row's beginning.
         blocks, threads: blocks of a cluster, and threads of a block.
-        stages: stages of a block's pipeline of rows: the number of rows that a block loads or computes at the same
-            time.
+        stages: the number of rows for which a block has a buffer: the row being computed, and rows being loaded.
     """
 
     kernel: str

@@ -305,7 +305,7 @@ def layer_norm(
         Like input; under a GPU's autocast float32, as in PyTorch. Statistics are float32 (float64 for float64).
 
     Raises:
-        TypeError: a tensor is not dense, its dtype is not floating point, or eps is not a number.
+        TypeError: a tensor's layout is not `torch.strided`, its dtype is not floating point, or eps is not a number.
         ValueError: shapes or devices do not match, or eps is not finite.
     """
     shape = check_norm("layer_norm", normalized_shape, input, None, weight=weight, bias=bias)
@@ -333,7 +333,7 @@ def rms_norm(
         Like input; under a GPU's autocast float32, as in PyTorch. Statistics are float32 (float64 for float64).
 
     Raises:
-        TypeError: a tensor is not dense, its dtype is not floating point, or eps is not a number.
+        TypeError: a tensor's layout is not `torch.strided`, its dtype is not floating point, or eps is not a number.
         ValueError: shapes or devices do not match, or eps is not finite.
     """
     shape = check_norm("rms_norm", normalized_shape, input, None, weight=weight)

@@ -64,8 +64,8 @@ class NormPlan:
             staged in the shared memory of a cluster of blocks), "reference" (plain PyTorch).
         launches: the launches, in order. The last rows (up to seven) may need a different kernel from all other rows.
         reason: why this plan was chosen.
-        refused: under "clusters", the reason why the cluster kernel in the table cannot compute these rows; empty if
-            the table has no such kernel.
+        refused: from the backend "clusters" to the reason why it cannot compute these rows. Empty if "clusters" was
+            chosen, or was not considered because the table has no cluster kernel for these rows.
     """
 
     backend: Backend
@@ -249,8 +249,9 @@ def _staged_forward(call: Forward, entry: ClusterConfig) -> tuple[Launch, ...] |
 
 
 def _forward_unshifted(call: Forward, group: int, part: Part) -> tuple[Backend, Launch, str]:
-    """Return (back end, launch, reason) for a range of rows that the kernel loads without a shift. If a row fits in a
-    program's registers, a program computes a tile of whole rows. Otherwise it reads each row block by block.
+    """Return (back end, launch, reason) for a range of rows that the kernel loads without a shift (see `parts_of`). If
+    a row fits in a program's registers, a program computes a tile of whole rows. Otherwise it reads each row block by
+    block.
     """
     columns, size = call.columns, call.dtype.itemsize
     narrow = group * size < 16 and columns > 256

@@ -39,7 +39,8 @@ class Mailboxes:
     """The mailboxes of all ranks. A mailbox is the memory of a rank to which the other ranks write; a new mailbox must
     be filled with zeros.
 
-    All ranks must make the same calls in the same order, on one stream at a time.
+    All ranks must make the same calls in the same order. On each rank, a call must end before a call on another stream
+    begins.
 
     Attributes:
         addresses: (ranks + 1,), int64, on this rank's device: the address of each rank's mailbox, followed by the
@@ -111,8 +112,8 @@ def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: 
 
 
 def _most_chunks(columns: int, dtype: torch.dtype) -> int:
-    """The maximum number of packs that a thread adds up; a pack is the elements of one load (`width_of`). All packs of
-    a thread together have at most `RANK_SUM_CHUNKS[-1]` elements.
+    """The maximum number of packs of a row that a thread holds; a pack is the elements of one load (`width_of`). The
+    thread adds each pack over the ranks. All its packs together have at most `RANK_SUM_CHUNKS[-1]` elements.
     """
     return RANK_SUM_CHUNKS[-1] // width_of(columns, dtype)
 

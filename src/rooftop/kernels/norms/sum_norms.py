@@ -116,7 +116,7 @@ class AddLayerNorm(NamedTuple):
         return kept.gradients(wanted, dy, dtotal, list(wanted[3:5]))
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops per element: 1 for each addend, 1 each for weight and bias, and 5 for the layer norm."""
+        """Flops per element: 1 each for residual, input bias, weight and bias if given, and 5 for the layer norm."""
         return _cost(5, self[:5], made)
 
 
@@ -160,7 +160,7 @@ class AddRmsNorm(NamedTuple):
         return kept.gradients(wanted, dy, dtotal, [wanted[3], False])[:4]
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops per element: 1 for each addend, 1 for the weight, and 3 for the RMS norm."""
+        """Flops per element: 1 each for residual, input bias and weight if given, and 3 for the RMS norm."""
         return _cost(3, self[:4], made)
 
 
@@ -226,8 +226,8 @@ def add_layer_norm(
         the dtype of input, like the results of PyTorch's sums.
 
     Raises:
-        TypeError: a tensor is not dense, a dtype is not floating point, the dtypes of residual and input differ, or eps
-            is not a number.
+        TypeError: a tensor's layout is not `torch.strided`, a dtype is not floating point, the dtypes of residual and
+            input differ, or eps is not a number.
         ValueError: shapes or devices do not match, or eps is not finite.
     """
     eps = finite_number("add_layer_norm", "eps", eps)

@@ -100,8 +100,9 @@ BACKWARD = (
 FORWARD_HELD = ForwardConfig(columns=65536, rows=1, block=16384, warps=32)
 
 # For rows that are not aligned to 16 bytes, but are loaded 16 bytes at a time, with a shift (`plans.parts_of`). Forward
-# loads only rows of up to 256 elements like this. With 381 to 1002, 2601 or 12287 elements, loads of two bytes were
-# faster, because the masks of the first and the last group take more instructions than the wide loads save.
+# loads only rows of up to 256 elements like this. At 381, 505, 601, 839, 894, 1002, 2601 and 12287 elements, loads of
+# two bytes (four at even lengths) were faster in nearly all cases, because the masks of the first and the last group
+# take more instructions than the wide loads save.
 FORWARD_SHIFTED = (BackwardConfig(columns=256, rows=4, block=256, warps=4, programs_per_sm=8, stages=1),)
 BACKWARD_SHIFTED = (
     BackwardConfig(columns=512, rows=4, block=256, warps=4, programs_per_sm=4, stages=3),

@@ -24,7 +24,7 @@ def check_tensors(
     /,
     **tensors: Any,
 ) -> None:
-    """Check that arguments are dense tensors of some dtypes on one device.
+    """Check that arguments are tensors of layout `torch.strided` and of some dtypes, on one device.
 
     Args:
         name: name of the public function, for messages.
@@ -35,7 +35,7 @@ def check_tensors(
         tensors: the arguments by name.
 
     Raises:
-        TypeError: an argument is not a tensor, is not dense, or has a dtype that is not allowed.
+        TypeError: an argument is not a tensor, its layout is not `torch.strided`, or its dtype is not allowed.
         ValueError: the tensors are on several devices.
     """
     for argument, tensor in tensors.items():

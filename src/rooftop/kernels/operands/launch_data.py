@@ -1,4 +1,4 @@
-"""Launch parameters as data: constants of kernels, sizes of blocks, limits of table entries, properties of devices."""
+"""Types and functions for launch parameters: constants of kernels, sizes of tiles and grids, properties of devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WordConstants = dict[str, int | bool | str]
 """A launch's values for the constants of a kernel, some of which are strings, such as a precision."""
 
 ANY_BYTES = 1 << 62
-"""The limit in the last entry of a table, so that this entry applies to rows of any length."""
+"""The row length in bytes of a table's last entry, so that this entry applies to rows of any length."""
 
 
 @dataclass(frozen=True)

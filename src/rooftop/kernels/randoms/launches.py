@@ -73,7 +73,9 @@ def _signed(word: int) -> int:
 
 def _layout(sizes: list[int], strides: list[int], offset: int) -> tuple[int, ...]:
     """The kernel arguments of a part: (rows, columns, sizes of the second and third dimension, four strides, offset).
-    If the part consists of whole groups of four elements (`grouped`), columns, strides and offset count groups.
+    The part gets four dimensions; if it has fewer, the first ones have size 1. The last dimension has the columns, and
+    the other three together the rows. If the part consists of whole groups of four elements (`grouped`), columns,
+    strides and offset count groups.
     """
     outer = [1] * (MOST_DIMENSIONS - len(sizes)) + sizes[:-1]
     paces = [0] * (MOST_DIMENSIONS - len(sizes)) + strides

@@ -4,9 +4,10 @@ on the position of its element in the whole tensor.
 So an element gets the same number bit for bit, on any device and however the tensor is sharded. A dropout mask need not
 be kept, because backward recomputes the mask. `words.py` explains the computation of the numbers.
 
-The operators are bound by integer arithmetic: ten rounds, each with two 64-bit products. If the elements of a part are
-whole groups of four consecutive positions in the whole tensor, ten rounds compute the numbers of the four elements of a
-group at once; otherwise, ten rounds compute the number of only one element.
+The operators are bound by integer arithmetic: ten rounds, each with two products of 32-bit integers, of which all 64
+bits are used. If the elements of a part are whole groups of four consecutive positions in the whole tensor, ten rounds
+compute the numbers of the four elements of a group at once; otherwise, ten rounds compute the number of only one
+element.
 """
 
 from __future__ import annotations
@@ -275,8 +276,8 @@ def random_uniform(
 
     Raises:
         TypeError: an argument has a wrong type, or the dtype is not supported.
-        ValueError: key or step is out of range, low is not below high, low or high is not finite, or the box needs more
-            than four dimensions.
+        ValueError: key or step is out of range, low is not below high, low or high is not finite, or the box has more
+            than four dimensions after merging (`Box.index_map`).
     """
     sizes, strides, offset, shape = _checked("random_uniform", box, key, step, dtype)
     for argument, value in (("low", low), ("high", high)):
@@ -316,7 +317,8 @@ def random_normal(
     Raises:
         TypeError: an argument has a wrong type, or the dtype is not supported.
         ValueError: key or step is out of range, mean or std is not finite, std is negative, low is not below high, at
-            most 2^-16 of the distribution is between the bounds, or the box needs more than four dimensions.
+            most 2^-16 of the distribution is between the bounds, or the box has more than four dimensions after merging
+            (`Box.index_map`).
     """
     sizes, strides, offset, shape = _checked("random_normal", box, key, step, dtype)
     for argument, value in (("mean", mean), ("std", std)):
@@ -365,9 +367,10 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
         Like x, contiguous.
 
     Raises:
-        TypeError: x is not a dense tensor or its dtype is not supported, or an argument has a wrong type or dtype.
-        ValueError: p, key or step is out of range, box and x differ in their number of elements, or the box needs more
-            than four dimensions.
+        TypeError: x's layout is not `torch.strided`, its dtype is not supported, or an argument has a wrong type or
+            dtype.
+        ValueError: p, key or step is out of range, box and x differ in their number of elements, or the box has more
+            than four dimensions after merging (`Box.index_map`).
         NotImplementedError: forward-mode differentiation.
     """
     check_tensors("counter_dropout", FLOATS, x=x)

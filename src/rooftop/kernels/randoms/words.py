@@ -5,12 +5,13 @@ key has 64 bits. The counter consists of two numbers of 64 bits: the element's p
 One evaluation of the generator, a block, returns the four words of four consecutive elements.
 
 A uniform number is the upper 24 bits of its word, divided by 2^24. In float64, a uniform number consists of the upper
-27 bits of its word, and 26 bits of a word from a second block. A normal number is the quantile of its word, so each
-normal number needs one word, and no word is rejected. The normal distribution is symmetric and reaches 6.3 standard
-deviations. The quantile is a polynomial of degree 7 in each octave of the tail's probability (as in Cheung, Lee, Luk,
-Villasenor 2007, "Hardware Generation of Arbitrary Random Number Distributions From Uniform Distributions Via the
-Inversion Method"). The polynomial is computed in integers, so the numbers are the same everywhere. Logarithms and
-cosines would differ between libraries, and a compiler may or may not fuse a floating point product with a sum.
+27 bits of its word, and below them the upper 26 bits of the element's word in a second block, whose counter differs
+only in the highest bit of the step. A normal number is the quantile of its word, so each normal number needs one word,
+and no word is rejected. The normal distribution is symmetric and reaches 6.3 standard deviations. The quantile is a
+polynomial of degree 7 in each octave of the tail's probability (as in Cheung, Lee, Luk, Villasenor 2007, "Hardware
+Generation of Arbitrary Random Number Distributions From Uniform Distributions Via the Inversion Method"). The
+polynomial is computed in integers, so the numbers are the same everywhere. Logarithms and cosines would differ between
+libraries, and a compiler may or may not fuse a floating point product with a sum.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def philox_reference(counter: Sequence[Words], key: int) -> list[Words]:
 def words_reference(place: Tensor, key: int, step: int | Tensor, more: bool = False, grouped: bool = False) -> Tensor:
     """Compute the random words of elements from their positions in the whole tensor. Words and positions are int64.
     `step`: an int, or an int64 tensor of shape (). `more`: compute the words for the additional bits of float64
-    numbers. `grouped`: the positions (N,) form whole groups of four consecutive positions.
+    numbers. `grouped`: the positions (N,) form whole groups of four, each from 4 k to 4 k + 3.
     """
     if grouped:
         return torch.stack(_philox(_counter(place[::4] >> 2, step, more), key), -1).flatten()
@@ -174,9 +175,10 @@ def quantile_table(device: torch.device) -> Tensor:
 @dataclass(frozen=True)
 class Values:
     """The distribution of random numbers: shift + scale * u, limited to [low, high], with u uniform in [0, 1) or
-    standard normal. Normal numbers are the quantiles of the words from `lower_word` to `lower_word + last_word`.
-    Numbers are computed in float64, where the product of two float32 numbers is exact and the sum rounds once. The
-    float64 result is then rounded to float32 and to the dtype. Only float64 uniform numbers are not rounded to float32.
+    standard normal. For a normal number, a random word is scaled linearly to the range from `lower_word` up to and
+    including `lower_word + last_word`; u is the quantile of the scaled word. Numbers are computed in float64, where the
+    product of two float32 numbers is exact and the sum rounds once. The float64 result is then rounded to float32 and
+    to the dtype. Only float64 uniform numbers are not rounded to float32.
     """
 
     normal: bool
@@ -192,7 +194,7 @@ def values_reference(
     values: Values, place: Tensor, key: int, step: int, dtype: torch.dtype, grouped: bool = False
 ) -> Tensor:
     """Random numbers with the distribution `values`, for the elements at the int64 positions `place` of a whole tensor.
-    `grouped` is as in `words_reference`.
+    `grouped`: the positions (N,) form whole groups of four, each from 4 k to 4 k + 3.
     """
     words = words_reference(place, key, step, grouped=grouped)
     if values.normal:

@@ -258,8 +258,9 @@ class ConvLstmSequence(NamedTuple):
         return dgates, dkernel, *of_given
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of the gates of each step. Each step with a previous hidden state adds a convolution, and a sum for
-        each gate. If `bias` is given, each step adds another sum for each gate.
+        """Flops of the gates of each step. Each step with a previous hidden state adds a convolution, and the addition
+        of its result: one flop for each of the N 4 F H W elements of the step's gates. If `bias` is given, each step
+        adds another flop for each of these elements.
         """
         gates, kernel, hidden, cell, bias, *names, _ = self
         positions, convolved = _sizes(gates, hidden)
@@ -334,8 +335,8 @@ class ConvLstmSequenceBackward(NamedTuple):
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
         """Flops of the two gradients of each convolution, one of its input and one of its weight. Each step adds the
-        backward of the gates. Each step except the last adds the sum of the two gradients of its hidden state. If
-        `bias` is given, each step adds a sum for each gate.
+        backward of the gates. Each step t < T - 1 adds the two gradients of its hidden state: one flop for each of
+        N F H W elements. If `bias` is given, its gradient sums dgates: one flop for each element of dgates.
         """
         scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell, *names = self
         positions, convolved = _sizes(scores, hidden)
@@ -407,7 +408,7 @@ def conv_lstm_sequence(
         in the gates' memory format. Dtypes and arithmetic are those of `conv_lstm_gates`; autocast casts nothing.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match, or the name of an activation is unknown.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

@@ -231,8 +231,8 @@ class ConvLstmGatesBackward(NamedTuple):
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
         """Flops for each element of the cell: those of the activations and of their slopes, 3 to recompute the cell, 3
-        for the cell's gradient, 2 products for each of the four gates, and 1 more product. If `added` is given, there
-        are 4 more sums.
+        for the gradient of the new cell, 2 products for each of the four gates, and 1 product for dcell. If `added` is
+        given, there are 4 more sums, one for each gate.
         """
         of_activations = activation_flops(FLOPS, *self[5:]) + activation_flops(SLOPE_FLOPS, *self[5:])
         flops = (15 + 4 * (self.added is not None) + of_activations) * self.cell.numel()
@@ -301,7 +301,7 @@ def conv_lstm_gates(
         precision, a float32 cell does not lose accuracy over many steps.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match, or the name of an activation is unknown.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

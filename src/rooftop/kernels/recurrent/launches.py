@@ -58,8 +58,8 @@ def format_of(gates: Tensor) -> torch.memory_format:
 def _tiles(
     config: ElementsConfig, gates: Tensor, cell: Tensor, added: Tensor | None
 ) -> tuple[int, int, tuple[int], Constants]:
-    """Return the number of rows and columns of the cell's memory, the grid and the constants. A row of the gates'
-    memory contains all four gates side by side.
+    """Return the number of rows and columns of the cell in memory, the grid and the constants. A row is a pixel if the
+    tensors are channels last, and otherwise a sample. A row of the gates contains all four gates side by side.
     """
     batch, features, height, width = cell.shape
     if format_of(gates) == torch.channels_last:

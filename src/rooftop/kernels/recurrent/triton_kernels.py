@@ -30,7 +30,9 @@ def conv_lstm_forward(
     ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
     PRECISE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute hidden and cell of one tile. KEEP: also store the inputs of the activations. next_cell may be cell."""
+    """Compute hidden and next_cell of one tile. KEEP: also store the pre-activations of the four gates in `scores`.
+    next_cell may be cell.
+    """
     size = tl.full((), UNIT, tl.int64) * columns
     row, column, inside = tile_of_program(rows, size, ROWS, COLUMNS)
     four, one = row * (4 * size) + column, row * size + column

@@ -147,8 +147,8 @@ def choose(
     kind: str, direction: Direction, shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, ...],
     dtype: torch.dtype, result: torch.dtype, processors: int | None, early: bool, counted: bool = True,
 ) -> ReductionPlan:  # fmt: skip
-    """The plan for a tensor. Plans are cached, since choosing a plan takes the host longer than launching it. Clear the
-    cache after a change of the tables.
+    """The plan for a tensor. Plans are cached, since choosing a plan takes the host longer than launching it. Call
+    `choose.cache_clear()` after a change of the launch parameters in `tables`.
 
     Args:
         kind: one of `KINDS`.

@@ -111,8 +111,8 @@ class Reduce(NamedTuple):
 
 
 class ReduceBackward(NamedTuple):
-    """The gradient dx of extremes and norms, from y and dy of the shape that `reduce` returns. Elements that equal the
-    extreme share the extreme's gradient equally.
+    """The gradient dx of extremes and norms, from the result y of `Reduce` and its gradient dy. y and dy may have or
+    lack the reduced dimensions. Elements that equal the extreme share the extreme's gradient equally.
 
     dx has the memory layout of x.
     """
@@ -193,7 +193,7 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
         Floating point sums accumulate in float32 (float64 for float64) and are deterministic.
 
     Raises:
-        TypeError: the input is not a dense tensor, or a dtype is not supported.
+        TypeError: the input's layout is not `torch.strided`, or a dtype is not supported.
         ValueError: a dimension is out of range or occurs twice.
     """
     x, dims, result = _of_sum(input, dim, dtype)

@@ -9,9 +9,10 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Launch parameters if memory is contiguous along the reduced dimension, for up to `run_bytes` contiguous bytes:
-    number of results of a tile, and bytes that a tile contains for each of these results. `stages`: number of tiles in
-    the prefetch pipeline in shared memory; 1: no prefetch.
+    """Launch parameters if memory is contiguous along the reduced dimension or along neither, and the (near) reduced
+    dimension has up to `run_bytes` bytes. `rows`: maximum number of results of a tile. `block_bytes`: maximum bytes
+    that a tile contains for each result. `stages`: number of tiles in the prefetch pipeline in shared memory; 1: no
+    prefetch.
     """
 
     run_bytes: int
@@ -102,8 +103,9 @@ ALL = (
 GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # for the gradient: bytes of a tile of x, and warps of a program
 SHARE_ELEMENTS = 1 << 15  # `share_gradient`: maximum elements per tile
 SHARE_WIDTH_BYTES = 128  # `share_gradient`: minimum bytes of a tile along the kept dimension, if it is contiguous
-SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # `share_gradient`: bytes per tile, and minimum number of warps
+# `share_gradient`: bytes per tile, or more if one result or SHARE_WIDTH_BYTES need more; minimum number of warps
+SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4
 # Maximum number of elements per thread. The sizes of tiles above are in bytes, so without this limit a tile of one-byte
 # elements would need too many registers for its accumulators of 4 or 8 bytes.
 LANE_ELEMENTS = 32
-COMBINED = 4096  # maximum number of partial results in a program of four or more warps
+COMBINED = 4096  # maximum number of partial results that a program loads at the same time to combine them

@@ -12,8 +12,8 @@ results in the order of the splits. So results are deterministic. A counter with
 the programs that have stored. So the program that increments the counter last sees the partial results of all other
 programs. The last program resets the counter to zero for the next launch.
 
-Sizes and strides of contiguous memory are in units of UNIT elements, so that the compiler knows that UNIT divides these
-sizes and strides, and loads several elements at a time. All offsets are 64-bit.
+The size of the contiguous dimension of x, and the strides of the other dimensions of x, are in units of UNIT elements.
+So the compiler knows that UNIT divides them, and loads several elements at a time. All offsets are 64-bit.
 """
 
 from __future__ import annotations

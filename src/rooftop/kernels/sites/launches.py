@@ -188,8 +188,8 @@ def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
 
 def row_order(neighbours: Tensor) -> Tensor:
     """The order of a table (M, T) for `sparse_conv`: the `sorted_table` if TABLES_SORTED is set and the table has at
-    most MOST_SORTED rows, else only the order (M,). A table with fewer than SORTED_FROM rows keeps the order of its
-    rows. `row_order_shape` computes the result's shape.
+    most MOST_SORTED rows, else only the order (M,). For a table with fewer than SORTED_FROM rows, this is the original
+    order, also in a sorted table. `row_order_shape` computes the result's shape.
     """
     rows = size(neighbours, 0)
     if rows < tables.SORTED_FROM:

@@ -10,9 +10,9 @@ of results multiplies only the taps that at least one of its rows has. So rows a
 (`rows_by_mask`): similar rows share tiles, and tiles skip more taps.
 
 The gradient of the features is the same product, with the reverse table and the transposed weight. The gradient of the
-features needs no scatter and no atomics. The gradient of the weight is a sum over the pairs of each tap. The pairs are
-cut into pieces of equal length. The float32 sums of the pieces are added in a fixed order, so results are
-deterministic.
+features needs no scatter and no atomics. The gradient of the weight is a sum over the pairs of each tap. The pairs of
+each tap are cut into pieces. All pieces of all taps have the same length, except that the last piece of a tap may be
+shorter. The float32 sums of the pieces are added in a fixed order, so results are deterministic.
 
 `tables.py` has the launch parameters, `launches.py` launches the kernels.
 """
@@ -61,8 +61,8 @@ def sparse_conv_reference(features: Tensor, weight: Tensor, bias: Tensor | None,
     """Compute the convolution (M, O) from features (N, C), weight (O, T, C), bias (O,) and neighbours (M, T) in plain
     PyTorch. The function gathers, multiplies and adds the features of one tap after the other.
 
-    Products are float32, or float64 for float64; taps are added in float64. On a GPU, the host synchronizes at each tap
-    to read the number of pairs.
+    The matrix product of a tap, including its sum over the channels, is float32 (float64 for float64). The products of
+    all taps are added in float64. On a GPU, the host synchronizes at each tap to read the number of pairs.
     """
     values, matrices = features.to(accumulator_dtype(features.dtype)), weight.to(accumulator_dtype(features.dtype))
     out = torch.zeros(neighbours.shape[0], weight.shape[0], dtype=torch.float64, device=features.device)
@@ -384,7 +384,7 @@ def sparse_conv(
         products use TF32 only if PyTorch allows TF32 for convolutions. Results are deterministic.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match or, on a CPU, a table is wrong.
         MissingExtraError: the tensors are on a GPU, and Triton is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.
@@ -410,7 +410,8 @@ def conv_of_rulebook(
     """Call `sparse_conv` with the tables of one rulebook; tables of one rulebook have matching sizes. `listed` and
     `counts` are the rulebook's pairs.
 
-    A call runs without Python if it differs from an earlier call only in values and in the number of rows.
+    After a few calls that differ only in values and in numbers of rows, C++ repeats such calls without Python
+    (`rooftop.launch.repeated_calls`).
     """
     pairs = None if listed is None or counts is None else (listed, counts)
     return sparse_conv(
@@ -454,7 +455,9 @@ def _check_shapes(
             f"got {tuple(neighbours.shape)}"
         )
     rows = neighbours.shape[0] if neighbours is not None else row_count(neighbours, order)
-    if type(rows) is Count:  # C++ repeats the call only if the numbers of rows that are equal now are equal again
+    # The plan need not record the comparisons below as conditions, as it would for a `Count`: C++ uses the plan only in
+    # calls in which the same numbers of rows are equal.
+    if type(rows) is Count:
         rows = int(rows)
     for count in (rows, sites):  # one after the other, because max() fails for sizes that depend on data
         if count > MAX_ROWS:

@@ -214,7 +214,7 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
         equally.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match or, on a CPU, a batch element is out of range.
         MissingExtraError: the tensors are on a GPU, and Triton is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.

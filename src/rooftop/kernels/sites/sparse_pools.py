@@ -241,7 +241,7 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
         neighbour is NaN. Each feature that equals the maximum gets the maximum's whole gradient.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: shapes or devices do not match or, on a CPU, a table is wrong.
         MissingExtraError: the tensors are on a GPU, and Triton is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.

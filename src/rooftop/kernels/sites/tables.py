@@ -81,8 +81,8 @@ LISTED_FROM = 1 << 14
 # all rows of a block that is processed for a tap have a neighbour at this tap.
 BLOCK_ROWS = 64
 
-# Tables with more rows than this are not stored as sorted tables, because the last rows of their last block could have
-# numbers beyond int32.
+# Tables with more rows than this are not stored as sorted tables: the end of a piece of rows, computed as its begin
+# plus its length, could exceed int32 in `sparse_conv_weight_gradient`.
 MOST_SORTED = 1 << 30
 MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows and warps of kernels that read only tables
 KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024

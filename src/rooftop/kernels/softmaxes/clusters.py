@@ -43,9 +43,10 @@ BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # values 
 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
     """Clusters for rows of `groups` 16-byte groups, best first: the first cluster leaves the fewest lanes of an SM
-    idle. In this estimate, each thread has a fixed cost of 1.5 groups per row, in addition to its own groups. Each
-    block of the cluster, and each warp of the block, adds 1/16 group for the exchange of results. In the measurements
-    of tune_clusters.json, the first cluster is the fastest, or takes at most 4% more time than the fastest.
+    idle. The estimated time of a row, in units of the time in which a thread processes one group, is the number of
+    groups per thread, plus 1.5, plus 1/16 for each block of the cluster and for each warp of a block (the exchange of
+    results). In the measurements of tune_clusters.json, the first cluster is the fastest, or takes at most 4% more time
+    than the fastest.
 
     Args:
         groups: the maximum number of 16-byte groups that a row overlaps, over all possible addresses of the row's
@@ -72,7 +73,8 @@ def _first(groups: int, tensors: int, stages: int, shared_bytes: int) -> Cluster
     return next(iter(fullest(groups, tensors, stages, shared_bytes)), None)
 
 
-ARRIVAL_BYTES = 800  # size of the arrival counters at the beginning of shared memory; 16-byte partial results follow
+# size of the struct `Arrivals` (arrival barriers, sums of warps, indices of rows) at the beginning of shared memory
+ARRIVAL_BYTES = 800
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,8 @@ def fused_plan(x: Tensor, dx: Tensor) -> Plan | None:
 
 @lru_cache(maxsize=4096)
 def choose_fused(rows: Rows, device: Device) -> Plan | None:
-    """The result of `fused_plan`, from the properties of a call. Plans are cached: clear the cache after a change of
-    the table.
+    """The result of `fused_plan`, from the properties of a call. Plans are cached: call `choose_fused.cache_clear()`
+    after a change of `tables.CLUSTER_FUSED`.
     """
     entry = entry_for(tables.CLUSTER_FUSED, rows)
     found = planned(entry, rows, device) if entry is not None else None
@@ -178,7 +180,9 @@ def _planned(
 
 
 def _shared_bytes(blocks: int, stages: int, tensors: int, part_groups: int) -> int:
-    """Shared memory of a block in bytes: arrival counters, partial results, and the block's parts of `stages` rows."""
+    """Shared memory of a block in bytes: `Arrivals`, two partial results of 16 bytes for each block of the cluster, and
+    the block's parts of `stages` rows.
+    """
     return ARRIVAL_BYTES + GROUP_BYTES * (2 * blocks + stages * tensors * part_groups)
 
 
@@ -222,10 +226,10 @@ def cross_entropy(
     """Compute losses (M,) of logits x (M, V), and dx, which may be x. The rows of x and of dx may be strided.
 
     Args:
-        target: (M,), int64.
-        inverse: (), float32, the factor of the gradients.
-        losses: float32, the output.
-        numbers: ignore_index, 1 - label smoothing, label smoothing / V, z-loss.
+        target: (M,), int64: the class of each row.
+        inverse: (), float32: 1 / (number of valid targets), by which the gradients of a mean are multiplied; None: 1.
+        losses: (M,), float32, overwritten.
+        numbers: ignore_index, 1 - label smoothing, label smoothing / V, weight of the z-loss.
     """
     tensors = (x, target, inverse, losses, dx)
     _launch(plan, "cross_entropy", numbers[2] > 0, x, tensors, (x.stride(0), dx.stride(0)), numbers)

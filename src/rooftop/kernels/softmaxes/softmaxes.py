@@ -153,7 +153,8 @@ def softmax(
         dtype: `input` is first cast to this dtype. A cast from half to single precision is part of the kernel.
         mask: broadcastable to `input`, on the device of `input`. A numeric mask is added; in a boolean mask, False
             excludes an element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of a numeric
-            mask takes two more passes over tensors of the size of `input`.
+            mask takes up to three more passes over tensors of the size of `input`: a product with `scale`, a cast to
+            half precision, and a sum over the dimensions along which the mask is broadcast.
         scale: a finite number.
 
     Returns:
@@ -162,7 +163,7 @@ def softmax(
         autocast the result is float32 unless `dtype` is given, as in PyTorch.
 
     Raises:
-        TypeError: a tensor is not dense, or has a wrong dtype.
+        TypeError: a tensor's layout is not `torch.strided`, or its dtype is wrong.
         ValueError: dimensions, shapes or devices do not match, or the scale is not finite.
     """
     return _along("softmax", input, dim, dtype, mask, scale)

@@ -9,10 +9,10 @@ the first pass each lane keeps its own maximum, and a sum of exponentials relati
 Gimelshein 2018). The lanes are merged at the end.
 
 With WIDE, for float32 results, forward adds exponentials in float64, and backward computes in float64 between loads and
-stores. In float32, the rounding error of a row's sum would change all results of that row. In one of twenty small
-tensors, the error of the results would then be more than twice PyTorch's error. For the same reason backward divides
-the sum of dy * y by the sum of y, which is not exactly one. For half precision results, the rounding of the results is
-far coarser than the error of a float32 sum.
+stores. In float32, the rounding error of a row's sum would change all results of that row. In about one of twenty
+random small tensors, the error of the results would then be more than twice PyTorch's error. For the same reason
+backward divides the sum of dy * y by the sum of y, which is not exactly one. For half precision results, the rounding
+of the results is far coarser than the error of a float32 sum.
 
 A maximum ignores NaN but an exponential does not, so a row that contains NaN becomes NaN as a whole. A row of only -inf
 also becomes NaN, because exp(-inf - (-inf)) is NaN.

@@ -2,8 +2,8 @@
 
 In Keras, a layer's name comes from the user or from a counter. So layers are matched by kind and order: the first
 ConvLSTM2D of the file is matched with the model's first ConvLSTM2D, and so on. The counts of layers and the shapes must
-agree. In a Keras 3 file, layers are in the order in which they were added to the model; an older file has a list of
-layers.
+agree. A Keras 3 file numbers the layers of a class in the order in which they were added to the model. An older file
+lists the names of its layers in this order.
 
 Keras stores kernels as (spatial dimensions, input channels, output channels); torch stores (output channels, input
 channels, spatial dimensions). This module needs h5py: `pip install "rooftop[keras]"`.
@@ -195,7 +195,9 @@ def _by_numbers(file: Any) -> Iterator[KerasLayer]:
     for kind, _, name, tensors in sorted(found, key=lambda each: each[:2]):
         known = WEIGHTS.get(kind, tuple(map(str, range(len(tensors)))))
         if len(tensors) > len(known) or (kind == "batch_normalization" and len(tensors) != 4):
-            raise WeightsError(f"{name} has {len(tensors)} weights: expected {', '.join(known)}")
+            raise WeightsError(
+                f"{name} has {len(tensors)} weights: expected {', '.join(known)} (only a bias may be missing)"
+            )
         yield KerasLayer(kind, name, dict(zip(known, tensors, strict=False)))
 
 

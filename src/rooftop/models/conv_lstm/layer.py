@@ -190,7 +190,8 @@ class ConvLSTM2D(nn.Module):
             outputs, state = self._step_by_step(inputs, given, mask)
         if self.stateful:  # cloned, because a view of the last state would keep all states in memory
             self.hidden_state, self.cell_state = (t.detach().clone() for t in state)
-        results = outputs[-1:] if last_only else outputs  # (T, N, ...): the next layer needs no copy
+        # (T, N, ...) in memory, the order that the convolutions of the next ConvLSTM2D need: it copies no frames
+        results = outputs[-1:] if last_only else outputs
         hidden, cell = (self._as_given(t) for t in state)
         return results.transpose(0, 1), (hidden, cell)
 
@@ -280,7 +281,8 @@ class ConvLSTM2D(nn.Module):
         return hidden, hidden.to(self.kernel.dtype)
 
     def _given_state(self, inputs: Tensor, initial_state: Sequence[Tensor] | None) -> States | None:
-        """Return the initial hidden and cell state, (N, F, H', W'), or None if both are zeros."""
+        """Return the hidden and cell state before the first step, (N, F, H', W'). None: the caller passed no state and
+        the layer keeps none, so both are zeros."""
         shape = (inputs.shape[1], self.filters, *inputs.shape[3:])
         if initial_state is None:
             if not self.stateful or self.hidden_state is None or self.cell_state is None:

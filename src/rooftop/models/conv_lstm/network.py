@@ -151,7 +151,8 @@ class NextFrameNetwork(nn.Module):
         return self.head(last.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
     def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Normalize all frames (N, T, ...) as one batch, in the layers' memory format and without a copy."""
+        """Normalize all frames (N, T, ...) as one batch, without a copy. In memory, T stays before N, as in the results
+        of `ConvLSTM2D`."""
         flat = x.transpose(0, 1).flatten(0, 1)  # (T * N, ...)
         y = norm(flat) if self.data_format == FIRST else norm(flat.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return y.unflatten(0, (x.shape[1], x.shape[0])).transpose(0, 1)
@@ -174,7 +175,7 @@ def next_frame_network(**options: Any) -> NextFrameNetwork:
 
 
 def colour_next_frame_network(**options: Any) -> NextFrameNetwork:
-    """The network for colour frames: 759,491 parameters.
+    """The network for colour frames: 759,491 parameters, including 256 running statistics of norms.
 
     The network maps frames (N, T, H, W, 3) in [0, 1] to the next frame, (N, H, W, 3).
 
@@ -185,7 +186,7 @@ def colour_next_frame_network(**options: Any) -> NextFrameNetwork:
 
 
 def predict_frames(network: NextFrameNetwork, frames: Tensor, count: int) -> Tensor:
-    """Predict the next frames of a video, each frame from all earlier frames.
+    """Predict the next frames of a video, each from the given frames and the frames predicted before it.
 
     The layers' states are kept, so each predicted frame after the first costs one step. The frames are the same as if
     the network ran over the whole video for each frame. The network runs in evaluation mode, without gradients; then

@@ -118,7 +118,8 @@ def continue_clip(
     count: int,
     progress: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> Continuation:
-    """Predict the frames after a clip, each from all earlier frames, and compare the predictions with the real frames.
+    """Predict the frames after the context, each from the context and the frames predicted before it, and compare the
+    predictions with the real frames.
 
     Args:
         network: the network, on its device.
@@ -126,7 +127,7 @@ def continue_clip(
             to grey.
         real: (R, 3, H, W), the real frames after the context. R may be 0; frames beyond `count` are ignored.
         count: number of frames to predict, at least 1.
-        progress: called with the current activity and the fraction done.
+        progress: called with (text that names the current activity, fraction of the frames that are predicted).
 
     Raises:
         TypeError: frames are not floating point.

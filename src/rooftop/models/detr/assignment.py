@@ -57,7 +57,8 @@ def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
 def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
     """Solve all assignment problems in lockstep on the device of the costs; the host does not wait for the device.
 
-    Arguments and results are the same as for `assign_on_host`.
+    The arguments and the total cost are the same as for `assign_on_host`, and the result has the same form. If several
+    assignments have the lowest cost, the two functions may choose different ones.
     """
     _check(cost, valid)
     cost = _finite(cost)
@@ -117,9 +118,9 @@ def _search(
     """Run Dijkstra's search from row `first` to the nearest free column.
 
     Returns:
-        The nearest free column (B,), the distance of this column (B,), the distances of all columns found so far
-        (B, C; inf if not reached), the row from which each column was reached (B, C), and whether each column was
-        settled (B, C).
+        The nearest free column (B,), its distance from the row (B,), the shortest distance found to each column (B, C;
+        inf if not reached), the row from which each column was reached (B, C), and whether its distance is final
+        (B, C).
     """
     batch, _, columns = cost.shape
     numbers = torch.arange(columns, device=cost.device)

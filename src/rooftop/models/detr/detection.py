@@ -52,7 +52,7 @@ class FoundObject:
 
 @dataclass(frozen=True)
 class Detected:
-    """A photograph, its size (width, height) in pixels, and its objects, best score first."""
+    """A photograph's path, its size (width, height) in pixels, and its objects, best score first."""
 
     path: Path
     size: tuple[int, int]
@@ -105,7 +105,8 @@ def detect(
             (without).
         shorter, longer: size of the shorter side of the model's input, and the limit of the longer side, in pixels.
         on_error: "raise" raises InputError if a photograph cannot be read; "skip" leaves it out with a warning.
-        progress: called with (the current activity, fraction done) after each batch.
+        progress: called after each batch with (text that names the current activity, fraction of all photographs that
+            are done).
 
     Raises:
         ValueError: the threshold is outside 0..1, or `batch_size`, `shorter` or `longer` is below 1.

@@ -53,9 +53,9 @@ def pad_targets(targets: Sequence[Target], num_classes: int) -> PaddedTargets:
     Raises:
         TypeError: labels or boxes are not a tensor.
         ValueError: there are no images, or a shape or dtype is wrong.
-        ValueError: a label is outside of 0..num_classes - 1, or a box is outside of the image or has no area. Labels
-            and boxes on a GPU are checked only with ROOFTOP_CHECK=1 in the environment, because the check waits for the
-            GPU.
+        ValueError: a label is outside of 0..num_classes - 1, or a box has no area or is not completely inside the image
+            (up to `OUTSIDE`). Labels and boxes on a GPU are checked only with ROOFTOP_CHECK=1 in the environment,
+            because the check waits for the GPU.
     """
     if not targets:
         raise ValueError("got targets of zero images: a batch needs at least one")

@@ -43,7 +43,7 @@ class Places(nn.Module):
 
 
 def detr_small(*, weights: str | Path | None = None, **options: Any) -> Detr:
-    """A DETR whose backbone has one block for each halving of the feature map.
+    """A small DETR. Each stage of its backbone is one residual block of stride 2.
 
     Args:
         weights: a weights file. A file that `rooftop train` wrote also contains the options.

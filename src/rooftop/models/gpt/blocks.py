@@ -218,7 +218,7 @@ class Block(nn.Module):
         )
         return all(is_plain(part, kind) for part, kind in parts) and takes(self.attention_norm) and takes(self.mlp_norm)
 
-    @_disable_dynamo  # the compiler itself chooses what backward recomputes
+    @_disable_dynamo  # runs eagerly, because in compiled code the compiler chooses what backward recomputes
     def _selective(
         self, x: Tensor, update: Tensor | None, rotation: Rotation | None, cache: Remembered | None
     ) -> tuple[Tensor, Tensor]:
@@ -242,7 +242,7 @@ class Block(nn.Module):
 
 
 def _normed_again(norm: nn.Module, x: Tensor, normed: Tensor) -> AbstractContextManager[None]:
-    """Context manager: backward recomputes the tensors of norm(x) that autograd would otherwise keep."""
+    """Within the block, autograd does not save `normed`, the result of norm(x); backward recomputes it from x."""
     return made_again((normed,), lambda x: (as_multiplied(norm(x)),), x)
 
 

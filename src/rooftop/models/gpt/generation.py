@@ -129,18 +129,18 @@ class _Sequence:
 class Generation:
     """Iterate over tokens as they are generated: (index of the prompt, token).
 
-    Arguments and errors are the same as for `generate`. Autocast and inference mode have no effect. Each iteration
-    starts again from the prompts and yields the same tokens. A second iteration before the end of the first raises
-    ValueError. Tensor parallel ranks iterate in lockstep: if the loop ends early, it must end after the same token on
-    all ranks.
+    Arguments and errors are the same as for `generate`. The caller's autocast and inference mode do not
+    affect the tokens. Each iteration starts again from the prompts and yields the same tokens. A second iteration
+    before the end of the first raises ValueError. Tensor parallel ranks iterate in lockstep: if the loop ends early, it
+    must end after the same token on all ranks.
 
     Attributes:
         ranks: number of tensor parallel ranks that share the model.
         cache: the paged cache; `cache.bytes` is its memory on this rank.
         prompt_tokens, prefill_s: number of prompt tokens read so far, and the seconds of host time spent on prefill,
             including waits for the device.
-        steps: the decoding steps so far, each as (number of sequences, number of positions that the sequences attended
-            to, summed over the sequences). Layers with a window attend to fewer positions.
+        steps: the decoding steps so far, each as (number of sequences, number of positions that a layer without a
+            window attended to, summed over the sequences).
         decode_s: seconds that the decoding steps took, without the capture of the CUDA graph.
         norm_sums_refused: the reason why decoding steps sum over the ranks with NCCL. "": the steps use one kernel that
             sums and computes the norm (`rooftop.parallel.norm_sums`). None: no step has run on a GPU yet.
@@ -285,7 +285,7 @@ class Generation:
     def _restart_counts(self) -> None:
         self.prompt_tokens, self.prefill_s, self.decode_s = 0, 0.0, 0.0
         self.steps: list[tuple[int, int]] = []
-        self._windowed: list[int] = []  # for each step, the positions that a layer with a window attends to
+        self._windowed: list[int] = []  # for each step, positions that a layer with a window reads, over all rows
 
     # ---- computation -----------------------------------------------------------------------------------------------
 
@@ -403,9 +403,10 @@ class Generation:
     def _captured_step(self) -> Callable[[], None]:
         """Capture a decoding step as a CUDA graph, and return a function that replays the graph.
 
-        The step first runs twice, because lazy initialization must not happen during capture. Then tokens and positions
-        are restored. All ranks must capture and replay, because the graph contains their communication. So the graph
-        must also be freed before their process group; `rooftop.parallel.join` ensures this order.
+        The step first runs twice, because lazy initialization must not happen during capture. After the capture, last
+        tokens and positions get their previous values again. All ranks must capture and replay, because the graph
+        contains their communication. So the graph must also be freed before their process group;
+        `rooftop.parallel.join` ensures this order.
         """
         state = (self._last, self._positions)
         held = [tensor.clone() for tensor in state]
@@ -425,8 +426,8 @@ class Generation:
 
 
 def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Divide prompts into groups that are prefilled in one forward pass. Return the indices of each group's prompts,
-    longest prompt first.
+    """Divide prompts into groups that are each prefilled in one forward pass. Return the indices of each group's
+    prompts. Over all groups, the prompts are in order of length, longest first.
 
     Args:
         lengths: number of tokens of each prompt.

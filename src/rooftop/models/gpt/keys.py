@@ -32,8 +32,8 @@ class Source:
 
     Attributes:
         keys: the keys of these tensors; our tensor is their concatenation along the rows.
-        rows: the number of rows of each tensor.
-        transposed: whether the Hugging Face tensors are (in, out).
+        rows: the number of rows of our tensor that each of these tensors forms.
+        transposed: whether the Hugging Face tensors are (in, out), and so are transposed before the concatenation.
     """
 
     keys: tuple[str, ...]

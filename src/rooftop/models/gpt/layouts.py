@@ -42,14 +42,15 @@ from rooftop.parallel.shards import Shard, shards_of
 
 @dataclass(frozen=True)
 class OfPieces:
-    """An initialization rule for a rank's part of a parameter. It applies `rule` to each piece of the part, and sets
-    padding to 0."""
+    """An initialization rule for a rank's part of a parameter. It applies `rule` to each range of rows of the whole
+    parameter that the part contains (`Shard.pieces`), and sets padding to 0."""
 
     rule: Init
     shard: Shard
 
     def __call__(self, stream: Stream, tensor: Tensor, name: str, box: Boxes | None) -> Tensor:
-        """Fill the tensor piece by piece. `box` is not used, because the shard has the box of each piece."""
+        """Fill the tensor piece by piece. `box` is not used: `shard` says where each piece lies in the whole
+        parameter."""
         tensor.detach().zero_()
         for piece, part in self.shard.parts(tensor.detach()):
             self.rule(stream, part, name, piece.box)
@@ -142,8 +143,8 @@ def fully_sharded_gpt(
     The whole model is never created.
 
     The initial values are the same as in `parallel_gpt`. The parameters of the blocks are gathered one block at a time.
-    Embedding and head are gathered separately, or together with the remaining parameters if embedding and head are
-    tied. The last block and the head stay gathered until backward, because backward begins with these modules.
+    Embedding and head are gathered one at a time as well, or both at once if their weights are tied. The last block and
+    the head stay gathered until backward, because backward begins with these modules.
 
     Args:
         config, layout, groups, seed, recompute, context, device: as in `parallel_gpt`; the layout needs at least two

@@ -93,7 +93,7 @@ def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
     pairs = seen * (seen + 1) // 2 + (length - seen) * seen
     attention = 4 * config.query_width * pairs / length
     hidden = config.hidden * (3 if config.activation == "swiglu" else 2)
-    elements = 13 * config.width + hidden  # moved by norms, rotation and activation
+    elements = 13 * config.width + hidden  # per token: read or written by norms, sums, rotation, activation
     slower = next(times for features, times in SLOWER_ATTENTION if config.head_features <= features)
     return 2 * config.layer_weights + slower * attention + FLOPS_OF_BYTE * ELEMENT * elements
 
@@ -105,8 +105,9 @@ def divided(
 
     With one part per rank, the result is optimal. Among the optimal divisions, the result has the least sum of squared
     costs, so that the cheaper parts are as equal as possible. If the sums of squared costs are equal too, the first
-    parts get more items. With several parts per rank, the result is a local optimum: moving one item to another part
-    (and shifting the items in between) makes neither the ranks nor the parts cheaper.
+    parts get more items. With several parts per rank, the result is a local optimum. Divisions are compared by the
+    highest cost of a rank, then by the highest cost of a part, then by the sum of the squared costs of ranks and parts.
+    Moving one item to another part (and shifting the items in between) gives no better division.
 
     Args:
         costs: cost of each item; at least as many items as parts.
@@ -236,8 +237,8 @@ class GptStages(nn.Module):
     def end_step(self) -> None:
         """End a step of a sharded model: sum the gradients of all micro-batches, and free the gathered parameters.
 
-        The method runs a backward pass of the whole sharded model without computing gradients. In this pass, FSDP
-        reduces and frees each part that was not reduced yet.
+        The method runs forward and backward of this module, which holds all stages of the rank, without calling a
+        stage. In this backward pass, FSDP reduces and frees each part that was not reduced yet.
         """
         if self.shared:
             self._at_the_end(True)

@@ -93,7 +93,7 @@ def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str
 def hugging_face_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str, Tensor]:
     """Convert the state dict of a whole `Gpt` to Hugging Face's keys.
 
-    A tied head is omitted. Tensors that are not packed share memory with the input.
+    A tied head is omitted. The tensors are views of the input's tensors.
 
     Raises:
         WeightsError: a tensor is missing or has another number of rows than the config says, or the head differs from

@@ -230,7 +230,7 @@ class View(NamedTuple):
 
     Attributes:
         columns, rows: float32 (N,), in pixels.
-        depths: float32 (N,), distance from the eye in metres.
+        depths: float32 (N,), distance from the view's near plane along the viewing direction, in metres.
         radii: float32 (N,), the radii of the points, in pixels.
     """
 
@@ -241,7 +241,8 @@ class View(NamedTuple):
 
 
 def from_the_side(xyz: Tensor, width: int, height: int) -> View:
-    """Project the cloud for a viewer slightly behind and above the cloud, who looks along the cloud's longer side."""
+    """Project the cloud in perspective, for a viewer outside and above one end of the cloud (either end). The viewer
+    looks along the cloud's longer side, down at its middle."""
     centre, along, reach = _extent(xyz)
     forward = torch.cat((along * 0.83, torch.tensor([-0.55])))
     forward = forward / forward.norm()
@@ -289,7 +290,7 @@ def _radius(count: int) -> float:
 
 def _rank(count: int, share: float) -> int:
     """The rank, counted from 1, of a quantile among `count` values in ascending order: the fraction `share` of the
-    values lies below it."""
+    values has a lower rank."""
     return min(count, 1 + int(share * count))
 
 
@@ -318,7 +319,7 @@ def draw(view: View, colours: Tensor, width: int, height: int) -> Image.Image:
 
 
 def _light(depths: Tensor) -> Tensor:
-    """The brightness of each pixel, 0..1, from the logarithms of depths (H, W).
+    """The brightness of each pixel, 0..1. `depths` (H, W) are logarithms of depths.
 
     A pixel is darker the further its neighbours lie in front of it.
     """

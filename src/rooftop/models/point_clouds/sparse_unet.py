@@ -113,7 +113,8 @@ class MinkUNet(UShape):
 class SparseUNet(UShape):
     """A plain U-Net of 3 x 3 x 3 convolutions with norm and ReLU.
 
-    Each level has two convolutions in the encoder and two in the decoder.
+    Each level has two submanifold convolutions in the encoder and, except for the coarsest level, two in the decoder. A
+    convolution of stride 2 leads to the next coarser level, and its inverse convolution leads back.
 
     Args:
         in_channels, num_classes: input and output channels of a site.

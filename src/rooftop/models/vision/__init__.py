@@ -1,1 +1,1 @@
-"""Networks for photographs and videos: ResNets, Swin Transformers and hybrids, and classification with these."""
+"""ResNets, Swin Transformers and hybrids of both, and the classification of photographs and video frames with them."""

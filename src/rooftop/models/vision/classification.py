@@ -46,7 +46,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Classified:
-    """A photograph and its classes, most probable first."""
+    """A photograph's path and its classes, most probable first."""
 
     path: Path
     guesses: tuple[Guess, ...]
@@ -67,7 +67,7 @@ def load_classifier(name: str, weights: str | Path = "DEFAULT") -> tuple[nn.Modu
     Raises:
         TargetError: there is no such model.
         InputError: `weights` is neither a name nor a file, or is a file that `rooftop train` wrote for another model.
-        WeightsError: the file cannot be fetched, is damaged, or belongs to another model.
+        WeightsError: the file cannot be fetched, is damaged, or was written by another program for another model.
     """
     entry = model_entry(name)
     path = weights_file(name, weights)
@@ -101,7 +101,8 @@ def classify(
             other numbers.
         top: the maximum number of classes for each photograph.
         on_error: "raise" raises InputError if a photograph cannot be read; "skip" leaves it out with a warning.
-        progress: called with (the current activity, fraction done) after each batch.
+        progress: called after each batch with (text that names the current activity, fraction of all photographs that
+            are done).
 
     Raises:
         ValueError: `top` or `batch_size` is below 1.

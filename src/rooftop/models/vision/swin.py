@@ -150,8 +150,8 @@ class ShiftedWindowAttention(nn.Module):
         window, shift: (h, w) in positions.
         heads: the number of heads, which divides C.
         dropout: dropout probability of the result.
-        attention_dropout: dropout probability of the attention weights in training. With a probability above 0, PyTorch
-            operators compute attention instead of the kernel.
+        attention_dropout: dropout probability of the attention weights in training. If it is above 0, PyTorch operators
+            compute attention in training; the kernel still computes it in evaluation.
 
     Raises:
         ValueError: the heads do not divide the channels, or attention_dropout is not a probability.
@@ -359,8 +359,8 @@ class SwinTransformer(nn.Module):
         window_size: (h, w) of a window in positions.
         mlp_ratio: width of the MLP's hidden layer, as a multiple of the block's channels.
         dropout: dropout probability after attention and MLP.
-        attention_dropout: dropout probability of the attention weights in training. With a probability above 0, PyTorch
-            operators compute attention, much more slowly than the kernel. No published model uses this dropout.
+        attention_dropout: dropout probability of the attention weights in training. If it is above 0, PyTorch operators
+            compute attention in training, much more slowly than the kernel. No published model uses this dropout.
         stochastic_depth_prob: probability of stochastic depth of the last block; the probability grows linearly from 0
             at the first block.
         num_classes: number of output logits.

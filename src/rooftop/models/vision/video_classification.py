@@ -36,7 +36,7 @@ MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicub
 
 @dataclass(frozen=True)
 class ClassifiedFrame:
-    """A frame of a video, its time in seconds, and its classes, most probable first."""
+    """A frame's index in the video, its time in seconds, and its classes, most probable first."""
 
     position: int
     time: float
@@ -194,7 +194,8 @@ def classify_video(
         video: a path or bytes, from which one frame per second is prepared for ImageNet on the model's device; or a
             `SampledVideo` for other frames or preprocessing.
         batch_size: maximum number of frames at once.
-        progress: called with (the current activity, fraction done) after each batch.
+        progress: called after each batch with (text that names the current activity, fraction of the video's selected
+            frames that are done).
 
     Raises:
         ValueError: `top` or `batch_size` is below 1.

@@ -189,7 +189,7 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
         if len(prefixes) == 1:  # all other keys also belong to the only model, and must not be lost
             others = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
             own |= {key: value for key, value in others.items() if key not in own}
-        # counters of the averages that contain this model
+        # keys of `n_averaged` of each AveragedModel around this model
         around = [key for key in counts if prefix.startswith(key.removesuffix(COUNT))]
         if around:
             own = {key: value for key, value in own.items() if key not in around} | {COUNT: tensors[around[-1]]}

@@ -54,7 +54,8 @@ class Converted:
         origin: the file's library.
         tensors: the tensors by Rooftop's keys.
         sources: maps each of Rooftop's keys to the file's keys that form the tensor.
-        left_out: maps each ignored key of the file to (Rooftop's key, the tensor).
+        left_out: maps each ignored key of the file to (the key after Rooftop's renaming, the tensor). The model
+            computes such a tensor itself, or does not use it.
     """
 
     origin: str

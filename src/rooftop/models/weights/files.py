@@ -184,8 +184,8 @@ def options_of(builder: str, weights: str | Path) -> dict[str, Any]:
     A copy of a published file is recognized by its file name.
 
     For published weights of a dilated DETR the result is {"dilation": True}, because keys and shapes do not show the
-    dilation. For a file that `rooftop train` wrote for this builder, the result is the options in the file. For other
-    weights the result is empty.
+    dilation. For a file that `rooftop train` wrote for this builder, the result is the options in the file. For all
+    other weights, including files of `rooftop train` for other builders, the result is empty.
     """
     published = _named_or_copied(builder, weights)
     if published is None and (trained := trained_file(weights)) is not None and trained.model == builder:
@@ -199,10 +199,8 @@ def _named_or_copied(builder: str, weights: str | Path) -> Weights | None:
 
 
 def read_weights(path: Path, part: str | None = None) -> dict[str, Tensor]:
-    """Read the tensors of a file that `torch.save(model.state_dict(), path)` or safetensors wrote, to the CPU.
-
-    The result is the tensors of `read_checkpoint`; arguments and errors are the same as for `read_checkpoint`.
-    """
+    """Read a model's weights from a file to the CPU: the tensors of `read_checkpoint`, which has the same arguments and
+    errors."""
     return read_checkpoint(path, part).tensors
 
 

@@ -99,9 +99,9 @@ def build(
         material_table: a `Material` for each number of `materials` from 0 on. The table is stored in the file, with its
             images in their original encoding. Textures are looked up at `uv`.
         precision: positions are rounded to a grid whose step is the largest power of two up to this value. By default,
-            this value is the smaller of 1/64 of the mean edge and 1/16384 of the mesh's extent; if faces have no area
-            on that grid, it is about 1/16 of the shortest edges of these faces. The step is at least 2^-24 of the
-            extent.
+            this value is the smaller of 1/64 of the mean edge and 1/16384 of the mesh's extent. If faces have no area
+            on that grid, this value is smaller: 1/16 of the length that the shortest edge of 95% of these faces
+            exceeds. The step is at least 2^-24 of the extent.
         progress: called with the current activity and the fraction done.
         workers: number of processes, by default one per CPU, and fewer for a mesh of less than 20,000 faces per CPU.
             The file is the same for any number of processes.
@@ -247,8 +247,8 @@ def _levels(hierarchy: Hierarchy) -> tuple[LevelCount, ...]:
 
 
 def _meta(mesh: Mesh, hierarchy: Hierarchy, levels: tuple[LevelCount, ...], why: str | None) -> dict[str, Any]:
-    """Build the file's metadata. Lengths are in object units; bounds are relative to the origin. `why` is the reason
-    for several root clusters, or None."""
+    """Build the file's metadata. Lengths are in object units; `bounds` are relative to the mesh's `origin`. `why` is
+    the reason for several root clusters, or None."""
     vertices = mesh.vertices
     step = math.ldexp(1.0, vertices.exponent)
     low, high = column_bounds(vertices.grid)

@@ -25,7 +25,8 @@ Corners = npt.NDArray[np.uint32]
 
 LEAST_TRIANGLES = 96  # with this many triangles, a cluster may end before it is full
 # A cluster that no free triangle touches ends early if the nearest free triangle is farther from its centre than this
-# many radii of a full cluster. Free triangles are in no cluster yet.
+# many radii. The radius is an estimate for a full cluster of triangles of the piece's mean area. Free triangles are in
+# no cluster yet.
 SPLIT_FACTOR = 2.0
 # Clusters end early only in pieces (runs of the triangles to cut) with more triangles than this. Smaller pieces must
 # get as few clusters as possible.

@@ -23,7 +23,7 @@ class Excerpt:
     """A batch of triangles of a mesh, and the vertices that these triangles use.
 
     Attributes:
-        vertices: vertices that the triangles use, and vertices that replace these (`Vertices.merged`).
+        vertices: the vertices that the triangles use, and the vertices that represent them (`Vertices.merged`).
         numbers: (V,) the index of each vertex in the mesh, ascending.
         corners: (T, 3) corners of the triangles, as indices of `vertices`.
     """
@@ -50,7 +50,7 @@ class Excerpt:
         return cls(replace(vertices, merged=merged, **rows), numbers, local)
 
     def in_mesh(self, corners: Numbers, added: Added, vertices: int) -> tuple[Numbers, Added]:
-        """Convert `corners`, and the sources of the added vertices, from indices in this excerpt to indices in the
-        mesh. The mesh has `vertices` vertices, and the added vertices follow them."""
+        """Convert `corners` and `added.sources`, the vertex that each added vertex copies, from indices in this excerpt
+        to indices in the mesh. The mesh has `vertices` vertices, and the added vertices follow them."""
         numbers = np.concatenate([self.numbers, np.arange(vertices, vertices + len(added.sources), dtype=np.uint32)])
         return numbers[corners], replace(added, sources=self.numbers[added.sources].astype(np.int64))

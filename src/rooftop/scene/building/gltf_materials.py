@@ -130,9 +130,11 @@ def _placing(transform: Document) -> tuple[tuple[float, float, float], tuple[flo
     (x, y), (wide, high) = transform.get("offset", (0.0, 0.0)), transform.get("scale", (1.0, 1.0))
     angle = transform.get("rotation", 0.0)
     if not all(math.isfinite(each) for each in (x, y, wide, high, angle)):
-        raise InputError(f"KHR_texture_transform has numbers that are not finite: {short(transform)}; or {WITHOUT}")
+        raise InputError(
+            f"KHR_texture_transform has numbers that are not finite: {short(transform)}: correct them, or {WITHOUT}"
+        )
     cosine, sine = math.cos(angle), math.sin(angle)
-    # (u, w) = (cosine wide u + sine high w + x, -sine wide u + cosine high w + y), with w = 1 - v; and v' = 1 - w'.
+    # u' = cosine wide u + sine high w + x and w' = -sine wide u + cosine high w + y, with w = 1 - v and w' = 1 - v'
     return (
         (cosine * wide, -sine * high, sine * high + x),
         (sine * wide, cosine * high, 1.0 - cosine * high - y),

@@ -77,7 +77,7 @@ def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[Pa
 
 def _parts(path: Path) -> tuple[Document, tuple[int, int]]:
     """Read the JSON of a glTF file, and the offset and length of a GLB's binary chunk in bytes; (0, 0) without a chunk.
-    The chunk itself is read only if needed."""
+    The chunk itself is not read here."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(12)
@@ -150,8 +150,8 @@ class _Plain:
         return read.found
 
     def take_nodes(self) -> None:
-        """Replace the nodes by one node for each visible mesh, at its place in the scene. Meshes with a skin or with
-        morph targets are replaced by meshes in the pose that the document states."""
+        """Replace the tree of nodes by a list: one node for each visible node with a mesh, with its transform to the
+        scene. A mesh with a skin or with morph targets is replaced by a mesh in the pose that the document states."""
         document = self._document
         if is_flat(document):
             return

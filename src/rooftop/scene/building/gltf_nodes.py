@@ -52,7 +52,7 @@ def is_flat(document: Document) -> bool:
 
 
 def placed_meshes(document: Document) -> list[PlacedMesh]:
-    """Find the visible meshes of the document's scene, in the order of a walk through the nodes.
+    """Find the visible nodes with a mesh in the document's scene, in the order of a walk through the nodes.
 
     Raises:
         IndexError, KeyError, TypeError, ValueError: the nodes do not form trees, or have impossible values.
@@ -143,10 +143,10 @@ def posed(
     Args:
         inverse_bind: (J, 4, 4), from the mesh to each joint; None if all are identities.
         values: returns the numbers (V, width) of an accessor.
-        names: names of the attributes that are wanted.
+        names: names of the attributes to which morph targets are applied. A skin always changes POSITION and NORMAL.
 
     Returns:
-        The changed attributes by name, float64 (V, width).
+        Only the changed attributes, by name, float64 (V, width).
 
     Raises:
         IndexError, KeyError, ValueError: the primitive lacks joints or weights, or names joints that do not exist.

@@ -44,8 +44,8 @@ def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
     """Join parts (preliminary groups) of fewer than LEAST clusters along Morton's curve: isolated bodies, and leftovers
     between full parts.
 
-    If the last joined part is still small, it joins its neighbour on the curve: simplified alone, it would not become
-    fewer clusters.
+    If the last joined part is still small, it joins the part before it on the curve, or the part after it if it is the
+    first. Simplified alone, it would not become fewer clusters.
     """
     sizes = np.bincount(parts)
     small = np.flatnonzero((sizes > 0) & (sizes < LEAST))

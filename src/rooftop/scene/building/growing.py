@@ -66,8 +66,8 @@ def grown(
         starts, firsts: (P + 1,) where the triangles and vertices of each piece start.
         least: with this many triangles, a cluster may end before it is full.
         splits: (P,) for each piece: a cluster that no free triangle touches ends early if the nearest free triangle is
-            farther from its centre than this many radii of a full cluster; 0 means never. Free triangles are in no
-            cluster yet.
+            farther from its centre than this many radii, which `_middles` estimates for a full cluster; 0 means never.
+            Free triangles are in no cluster yet.
 
     Returns:
         the piece, the number of triangles and the number of vertices of each cluster; the clusters' vertices, cluster

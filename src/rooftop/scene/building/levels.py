@@ -49,7 +49,7 @@ MOST_TRIANGLES = 1 << 16  # maximum number of triangles of a batch
 SHARE = 32
 LEAST_TRIANGLES = 1 << 13  # minimum number of triangles of a batch; with smaller batches, the whole build takes longer
 RUN_CLUSTERS = 1 << 10  # clusters per run; groups are formed within a run, so no group extends into another run
-# minimum ratio of a level's error to the error of the finer level; it stays above 1 + 2^-10 after rounding to float32
+# minimum ratio of a group's error to the errors of its clusters; it stays above 1 + 2^-10 after rounding to float32
 GROWTH = 1 + 2**-10 + 2**-20
 TRIES = 3
 MOST_LEVELS = 255
@@ -120,7 +120,8 @@ def build_levels(mesh: Mesh, progress: Progress, team: Team, lock_borders: bool 
     Args:
         mesh: the mesh to build from.
         progress: called with (text that names the current activity, fraction of the build that is done).
-        team: the processes that share the work; they have not run yet.
+        team: the processes that share the work. The team must not have run anything yet, because it learns functions
+            here.
         lock_borders: whether the vertices of edges with only one face keep their places in all levels.
     """
     levels = _Levels(mesh, progress, lock_borders)
@@ -190,7 +191,8 @@ class _Runs:
         ends: (R + 1,) index of the first cluster of each run, then the number of clusters.
         starts: (C + 1,) index of the first triangle of each cluster, then the number of triangles.
         triangles: (C,) number of triangles of each cluster.
-        spheres, sizes: (C, ...) as in `group`.
+        spheres: (C, 4) centre and radius of a sphere around each cluster.
+        sizes: (C,) bytes of each cluster's head and streams.
     """
 
     ends: Ints
@@ -531,8 +533,8 @@ class _Levels:
 
 
 class _Fraction:
-    """A callback that counts finished items: after each call, it calls `told` with the finished share (0 to 1) of all
-    `items` items."""
+    """A callback that counts its calls, one for each finished item. Each call passes the finished share (0 to 1) of all
+    `items` items to `told`."""
 
     def __init__(self, items: int, told: Callable[[float], None]) -> None:
         self.items, self.told, self.done = items, told, 0

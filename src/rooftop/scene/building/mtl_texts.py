@@ -59,7 +59,8 @@ def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, Pa
 
 
 def _libraries(names: str, path: Path) -> list[Path]:
-    """The files that a `mtllib` line names: one file whose name may have blanks, or else one file for each word."""
+    """The files that a `mtllib` line names. If the whole text `names` is the name of an existing file, only that file;
+    otherwise a file for each word, without those that do not exist."""
     whole = _beside(names, path.parent)
     if whole is not None:
         return [whole]

@@ -48,7 +48,7 @@ def utf8(content: bytes) -> bytes:
 
 
 def plain_obj(content: bytes, name: str) -> bytes:
-    """Convert an OBJ text to the simple form of the same mesh.
+    """Convert an OBJ text to the simple form that the module describes, with the same mesh.
 
     Args:
         content: content of a file.

@@ -1,4 +1,4 @@
-"""Vertices that are added for parts of a mesh that grow (see `thinning`)."""
+"""New vertices for the small parts of a mesh that `thinning` enlarges, such as leaves."""
 
 from __future__ import annotations
 

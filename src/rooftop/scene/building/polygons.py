@@ -16,7 +16,8 @@ from rooftop.scene.building.ragged import starts_of
 Points = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-_STRAIGHT = 1e-12  # a corner is straight if its turn (cross product) is below this share of the sum of squared edges
+# a corner is straight if its turn (cross product) is below this share of the sum of all the polygon's squared edges
+_STRAIGHT = 1e-12
 
 
 def cut_polygons(points: npt.NDArray[Any], counts: Ints, corners: Ints) -> Ints:

@@ -6,9 +6,9 @@ ten in a cluster of eighty vertices. All references of a cluster have as many bi
 bits on average, compared with 5.8 bits if triangles stay in the order in which the cluster grew.
 
 A triangle is visited when the sweep reaches the last of its vertices. Triangles with the same last vertex follow one
-another around that vertex, as a fan: first, counterclockwise, the triangles whose vertices all occurred in earlier fans
-(except the last vertex), then, clockwise, the others. In a fan, a triangle that shares an edge with the triangle before
-it and has no new vertex needs only one reference.
+another around that vertex, as a fan. First come the triangles whose other two vertices occurred in earlier fans. Each
+run of adjacent ones is visited counterclockwise, from end to end. Then come the other triangles, each run clockwise. In
+a fan, a triangle that shares an edge with the triangle before it and has no new vertex needs only one reference.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ LAST_PLACE = (1 << TRIANGLE_BITS) - 1
 def swept(
     points: npt.NDArray[np.int32], triangles: Ints, members: Ints, corners: npt.NDArray[np.uint8]
 ) -> tuple[Ints, Ints]:
-    """Order the triangles of all clusters. Return two orders (T,): along the sweep, and along the sweep with fans.
+    """Order the triangles of all clusters. Return two orders (T,) of triangle indices. In the first, triangles with the
+    same last vertex are sorted by their other vertices; in the second, they are in the order of a fan.
 
     Args:
         points: positions of the clusters' vertices, cluster by cluster.

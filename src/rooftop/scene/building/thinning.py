@@ -87,7 +87,7 @@ class Thinned:
 
 
 class LooseParts:
-    """The loose parts of a group.
+    """The loose parts of a group: the connected parts that lie completely in the group and have no locked vertex.
 
     Args:
         vertices: vertices of the mesh, which has several parts.
@@ -120,10 +120,11 @@ class LooseParts:
 
     @cached_property
     def _side(self) -> int:
-        """Side, in samples, of the square pictures that measure how much the group covers. About HITS samples hit the
-        group's triangles."""
+        """Side, in samples, of the square pictures that measure how much the group covers. In each picture, about HITS
+        samples hit the group's triangles; fewer if the triangles are needles."""
         grid = self._vertices.grid[self._corners].astype(np.float64)
-        # computed from edges, because the box around a needle may be as wide as the needle is long
+        # Estimate the area of a triangle in a picture as a quarter of its longest edge squared. All samples in the box
+        # around a triangle are tested, and a needle's box may be as wide as the needle is long.
         edges = np.square(grid - np.roll(grid, 1, 1)).sum(2).max(1)
         size = float(((grid.max((0, 1)) - grid.min((0, 1))) ** 2).sum())
         return int(np.clip(math.sqrt(HITS * size / max(float(edges.sum()) / 4, LEAST)), *SIDES))
@@ -362,8 +363,8 @@ def _growth(ratios: Floats, slenderness: Floats) -> tuple[Floats, Floats]:
 
 
 def _again(ratios: Floats) -> Floats:
-    """Growth factor of the next round for parts that were squeezed. Such parts grow both along and across their axis,
-    since growth in one direction may be blocked."""
+    """Factor by which both length and width of a part grow in a later round. `ratios`: wanted area divided by present
+    area. A ratio above 1 is the factor itself, not its root, since `_Room.holds` may block growth in one direction."""
     growth: Floats = np.clip(np.where(ratios > 1, ratios, np.sqrt(ratios)), 1 / MOST_GROWTH, MOST_GROWTH)
     return growth
 

@@ -202,7 +202,8 @@ class Team:
         self, work: Callable[[T], R], items: Sequence[T], what: str = "working",
         done: Callable[[int], None] | None = None, before: Sequence[Stage] = (),
     ) -> list[R]:  # fmt: skip
-        """Like `Workers.run`. If the running processes do not know the function, new processes are forked."""
+        """Like `Workers.run`, with the team's processes. If they do not know `work`, the team ends them and forks new
+        processes, which it keeps."""
         earlier = [(_WithoutState(each), own) for each, own in before]
         return self.run(_WithoutState(work), items, None, what, done, earlier)
 

@@ -141,14 +141,14 @@ class _Pages:
     Attributes:
         path: path of the output file.
         hierarchy: clusters and groups.
-        streams: streams of all clusters.
-        stream_starts: (C + 1,) start of each cluster's streams.
+        streams: words of the streams of all clusters, in order of the clusters' creation.
+        stream_starts: (C + 1,) index in `streams` of each cluster's first word, then the number of words.
         order: order of groups and clusters.
         counts: number of clusters of each group, in the order of `order.groups`.
-        group_starts: cumulative sums of `counts`.
-        pages: the groups (first, end) of each page.
-        places: start of each page in the file.
-        words: number of words of each page.
+        group_starts: (G + 1,) index in `order.clusters` of each group's first cluster, then the number of clusters.
+        pages: the groups (first, end) of each page, as indices of `order.groups`.
+        places: the byte of the file at which each page begins, then the end of the last page with its padding.
+        words: number of 32-bit words of each page.
         has: whether the mesh has normals, and whether it has uv.
     """
 

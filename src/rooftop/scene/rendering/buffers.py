@@ -71,8 +71,8 @@ class Frame:
     to_view: wp.array2d(dtype=wp.float32)  # (pairs, 12)
     before: wp.array2d(dtype=wp.float32)  # (pairs, 12), `to_view` in the previous frame
     # Lists of the culling stages. An entry is pair << 32 | item.
-    # (2 * PASS,), at the indices GROUPS, VISIBLE, ...: the length of each list, including items for which the list had
-    # no room, and other counts
+    # (2 * PASS,): PASS counters of the first pass, then those of the second. At the indices GROUPS, VISIBLE, ...: the
+    # length of each list, including items for which the list had no room, and other counts
     counters: wp.array(dtype=wp.int32)
     # (2, room): one row has the nodes of a tree level, the other those of the next (instance_cull, level_cull ->
     # level_cull)
@@ -98,15 +98,17 @@ class Frame:
     fragments: wp.array(dtype=wp.int32)
     # large triangles, which rasterize draws in tiles: index in `visible` << 7 | triangle
     large: wp.array(dtype=wp.int64)
-    # (room, 8): large triangles after clipping: x and y of 3 corners, the view, and rank << 7 | triangle as in `pixels`
+    # (room, 8): large triangles after clipping: x and y of 3 corners in 1/256 pixel, the view, and rank << 7 | triangle
+    # as in `pixels`
     pieces: wp.array2d(dtype=wp.int64)
     piece_depths: wp.array2d(dtype=wp.float32)  # (room, 3)
     tiles: wp.array(dtype=wp.int64)  # piece << 32 | row of the tile << 16 | column of the tile
-    # The farthest depth in each square of 2^level x 2^level pixels of the cameras' views: written by hzb, read by the
-    # culling stages.
+    # The farthest depth, as near / z, in each square of 2^level x 2^level pixels of the cameras' views: written by hzb,
+    # read by the culling stages.
     hzb: wp.array(dtype=wp.float32)  # for each camera, the levels from level 1 on
     hzb_before: wp.array(dtype=wp.float32)
-    hzb_at: wp.array2d(dtype=wp.int32)  # (cameras, levels) the start of each level; level 0 is the pixels
+    # (cameras, levels) index in `hzb` of each level's first texel; column 0 is unused, because level 0 is in `pixels`
+    hzb_at: wp.array2d(dtype=wp.int32)
 
 
 # A pixel has near / z as float32 (at most 1, so 30 bits), then 26 bits of rank and 7 bits of triangle.

@@ -61,8 +61,8 @@ class Canvas:
 
     @property
     def _squares(self) -> int:
-        """Number of squares of 16 x 16 pixels that cover the pictures of all cameras, if all have the size of the
-        first."""
+        """Number of squares of 16 x 16 pixels that cover the pictures of all cameras. It is computed from the size of
+        the first picture, so it is correct only if all sizes are equal."""
         width, height = self.sizes[0] if self.cameras else (0, 0)
         return self.cameras * -(-width // 16) * -(-height // 16)
 

@@ -230,7 +230,8 @@ def number_and_level(resident: Resident, frame: Frame, hit: Hit):
 
 @wp.func
 def emit_cluster(resident: Resident, frame: Frame, targets: Targets, texel: wp.int32, hit: Hit):
-    """Write the targets that need the cluster at the pixel: cluster, level, material and material depth."""
+    """Write the targets that need the cluster at the pixel: cluster, level, material, and material depth, a depth value
+    that encodes the material (`GBuffer.material_depth`)."""
     if targets.cluster.shape[0] + targets.level.shape[0] > 0:
         both = number_and_level(resident, frame, hit)
         if targets.cluster.shape[0] > 0:
@@ -292,7 +293,8 @@ def emit_depth_targets(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """Write the targets of all pixels if there is no base pass. Each thread processes every `stride`-th of the `texels`
+    """Write depth, coverage, ids, material depth and motion of all pixels. The kernel runs only in frames without stage
+    5 (`base_pass.py`), which would write these targets too. Each thread processes every `stride`-th of the `texels`
     pixels, and writes only targets whose arrays are not empty."""
     for thread in range(wp.tid(), texels, stride):
         at = pixel_at(views, thread)

@@ -20,8 +20,9 @@ from torch import Tensor
 class HostRows:
     """An array of rows in host memory, which the host writes and kernels read.
 
-    PyTorch's allocator does not know when kernels read the rows. So memory that is no longer needed is kept, and the
-    next `HostRows` with the same shape reuses it.
+    PyTorch's allocator does not know when kernels read the rows. So the memory of a deleted `HostRows` is not freed.
+    The next `HostRows` with the same shape, dtype and device reuses it, and its `wait` also waits for the kernels that
+    were launched for the deleted one.
 
     Attributes:
         rows: the rows, as a NumPy array. Call `wait` before you write to it.

@@ -34,8 +34,9 @@ COUNT, FRAME, FRAMED = (wp.constant(column) for column in range(3))
 
 @wp.func
 def keep_place(resident: Resident, frame: wp.int32, framed: wp.int32, row: wp.int32):
-    """Store the current transform of an instance as its previous one, unless an earlier update for this frame did so.
-    An instance that is new in this frame (number `framed` or higher) gets no previous transform."""
+    """Store the current transform of the instance `row` as its previous one, unless an earlier update for this frame
+    did so. If `row` is `framed` (the number of instances in the previous frame) or higher, the instance is new and gets
+    no previous transform."""
     if row >= framed:
         resident.instance_moved[row] = -1
     elif resident.instance_moved[row] != frame:
@@ -49,8 +50,8 @@ def keep_place(resident: Resident, frame: wp.int32, framed: wp.int32, row: wp.in
 
 @wp.func
 def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), i: wp.int32):
-    """Write the changed instance in row `i` of `sent`. All loads come before the first store: `sent` may be host
-    memory, and loads between stores would wait for each other."""
+    """Copy the changed instance that row `i` of `sent` describes to the tensors of `resident`. All loads come before
+    the first store: `sent` may be host memory, and loads between stores would wait for each other."""
     frame = wp.int32(sent[0, FRAME])
     framed = wp.int32(sent[0, FRAMED])
     row = wp.int32(sent[i, 0])
@@ -82,8 +83,8 @@ def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.arra
 def put_instances(
     resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), stride: wp.int32
 ):
-    """Copy the changed instances from the rows of `sent` to the tensors of `resident`. `origins` are the origins of the
-    meshes, to which positions are relative."""
+    """Copy the changed instances from the rows of `sent` to the tensors of `resident`. `origins` has the origin of each
+    mesh, to which the positions of the mesh's vertices are relative."""
     for i in range(wp.tid(), wp.int32(sent[0, COUNT]), stride):
         put(resident, origins, sent, i + 1)
 

@@ -58,8 +58,8 @@ def what_of(item: wp.int64):
 
 @wp.func
 def hidden_before(views_before: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether a box around a part of a mesh, in the instance's previous position, was behind surfaces of the previous
-    frame. False in a shadow map, which has no previous frame."""
+    """Whether a box around a mesh or a part of it, in the instance's previous position, was behind surfaces of the
+    previous frame. False in a shadow map, which has no previous frame."""
     if pair // frame.instances >= frame.cameras:
         return False
     at = transformed(frame.before, pair, center)
@@ -69,7 +69,8 @@ def hidden_before(views_before: Views, frame: Frame, pair: wp.int32, center: wp.
 
 @wp.func
 def hidden_now(views: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether a box of the mesh is behind surfaces that this frame has drawn so far."""
+    """Whether a box around a mesh or a part of it, in the instance's current position, is behind surfaces that this
+    frame's first pass has drawn."""
     at = transformed(frame.to_view, pair, center)
     sizes = half_sizes(frame.to_view, pair, center, half)
     return is_hidden(views, pair // frame.instances, at, sizes, frame.hzb, frame.hzb_at)

@@ -140,8 +140,9 @@ def cull_nodes(
     level: wp.int32,
     stride: wp.int32,
 ):
-    """Test the children of the nodes in the list of tree level `level`. Children that are nodes form the list of the
-    next level."""
+    """Test the children of the nodes in the list of tree level `level`. A child passes if the clusters that replace its
+    clusters are too coarse, and its box is in the picture and not hidden. A child that passes joins the nodes of the
+    next level if it is a node, else the groups. Hidden children are kept for the second pass."""
     count = wp.min(frame.counters[second * PASS + LEVEL + level], frame.nodes.shape[1])
     for i in range(wp.tid(), 8 * count, stride):
         item = frame.nodes[level & 1, i >> 3]

@@ -57,11 +57,11 @@ class FrameMemory:
 
     Args:
         places: capacity for instances.
-        canvas: the pictures.
-        fragments: whether triangles are counted in each pixel.
+        canvas: the sizes of all views' pictures.
+        fragments: whether the triangles drawn at each pixel are counted.
         room: capacities of the lists.
-        depths: (canvas.hzb_texels,) float32, depths of the cameras in the previous frame; other `FrameMemory` objects
-            may share this tensor.
+        depths: (canvas.hzb_texels,) float32, hierarchical z of the cameras in the previous frame; other `FrameMemory`
+            objects may share this tensor.
         pictures: whether there is a visibility buffer; a frame that only culls needs none.
     """
 
@@ -141,7 +141,8 @@ class FrameMemory:
         visible.copy_(found.sort().values)
 
     def clear_found(self) -> None:
-        """Clear the list `found` before a pass whose results torch sorts."""
+        """Fill the list `found` with LAST before a pass whose results torch sorts, so that unused elements sort
+        last."""
         self.tensors["found"].fill_(LAST)
 
     def turn_over(self) -> None:
@@ -149,7 +150,8 @@ class FrameMemory:
         self.tensors["hzb_before"].copy_(self.tensors["hzb"])
 
     def with_room(self, room: Mapping[str, int]) -> FrameMemory:
-        """Make new working memory for the same frame, whose lists have the capacities `room`."""
+        """Make new working memory for the same frame, whose lists have the capacities `room`. It keeps the allowed
+        error and the depths of the previous frame, but neither the contents of lists nor captured graphs."""
         depths = self.tensors["hzb_before"]
         memory = FrameMemory(self.places, self.canvas, self.fragments, room, depths, self._pictures)
         memory.frame.pixel_error = self.frame.pixel_error

@@ -80,7 +80,8 @@ def _mixed(source: Floats, weights: Floats) -> Floats:
 
 
 def _halved(rows: Floats) -> Floats:
-    """Average neighbouring texels of each row: (R, W, 3) to (R, W // 2, 3). Rows of a single texel stay unchanged."""
+    """Average neighbouring texels of each row: (R, W, 3) to (R, W // 2, 3). Two texels are averaged, or three if W is
+    odd (`_rows_below`). Rows of a single texel stay unchanged."""
     width = rows.shape[1]
     if width == 1:
         return rows

@@ -38,7 +38,8 @@ def cull(
     second: int,
     requests: RequestBuffers | None = None,
 ) -> None:
-    """Find the visible clusters and, in the first pass, the hidden clusters, from the roots and groups in the lists.
+    """Find the visible clusters and, in the first pass, the hidden clusters. The traversal starts from the nodes that
+    `cull_instances` (first pass) or `ask_again` (second pass) listed, and from the groups that `ask_again` listed.
 
     Args:
         scene, now, then: `buffers.Resident`, `buffers.Views`, and `buffers.Views` of the previous frame.

@@ -184,7 +184,8 @@ def draw_small(
 
 @wp.func
 def append_large(frame: Frame, second: wp.int32, at: wp.int32, number: wp.int32):
-    """Append triangle `number` of the visible cluster `at` to the list of large triangles."""
+    """Append triangle `number` of a visible cluster to the list of large triangles. `at` is the cluster's index among
+    the visible clusters of this pass, not its rank."""
     item = (wp.int64(at) << TRIANGLE_SHIFT) | wp.int64(number)
     append(frame.large, frame.counters, second * PASS + LARGE, item)
 
@@ -400,8 +401,8 @@ def edge_tie(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32):
 
 @wp.func
 def misses(frame: Frame, piece: wp.int32, x: wp.int64, y: wp.int64, side: wp.int64):
-    """Whether a square with its lowest corner at (x, y) is completely outside one edge of a piece. `x`, `y` and `side`
-    are fixed point, like a piece's corners."""
+    """Whether a square with its lowest corner at (x, y) is completely on the outer side of at least one edge of a
+    piece. `x`, `y` and `side` are fixed point, like a piece's corners."""
     for start in range(3):
         end = (start + 1) % 3
         best = wp.max(

@@ -165,9 +165,9 @@ def read_record(resident: Resident, records: wp.array2d(dtype=wp.int32), rank: w
 
 @wp.func
 def corners_of(resident: Resident, recorded: Recorded, triangle: wp.int32):
-    """Decode the vertices of a triangle, by the table in layouts.py. The triangle's place in the streams is the number
-    of vertices and references of all earlier triangles. Only those of triangles in the same word of the masks are
-    counted here; the record contains the numbers for all earlier words."""
+    """Decode the vertices of a triangle, by the table in layouts.py. The triangle's first new vertex has as its index
+    the number of new vertices of all earlier triangles; its first reference, the number of their references. Only
+    triangles in the same word of the masks are counted here; the record contains both numbers for all earlier words."""
     words = resident.words
     cluster = recorded.cluster
     own = triangle >> 5

@@ -289,11 +289,12 @@ class Renderer:
         current frame keeps its pages. Without `pool_bytes` this does nothing.
 
         Args:
-            cameras: cameras of any sizes, in any order. Pages with the largest error in pixels are loaded first.
+            cameras: cameras of any sizes, in any order. Pages whose absence causes the largest error in pixels are
+                loaded first.
 
         Raises:
             ValueError: the cameras are invalid, or lists would be too large.
-            GeometryFileError: a page that has been loaded since the last call cannot be read or is damaged.
+            GeometryFileError: a page that was read since the previous frame or `prefetch` is unreadable or damaged.
         """
         views = checked_cameras(cameras)
         if not views:
@@ -336,8 +337,8 @@ class Renderer:
             chains.widen(chain, room)
 
     def _load_first(self, pool: Pool, chain: Chain, meshes: Meshes, pixel_error: float) -> None:
-        """Before a new pool's first frame, load all its pages together, including root pages. The trees suffice to find
-        the pages that the frame needs."""
+        """Before a new pool's first frame, load the root pages and all pages that the frame needs, in one go, if they
+        fit into the pool. The trees suffice to find these pages."""
         self._look_ahead(pool, self._chains, chain, meshes, pixel_error)
         target = pool.target()
         if target is not None:

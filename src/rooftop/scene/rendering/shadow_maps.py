@@ -114,8 +114,8 @@ class ShadowMaps:
         return [tuple(batch) for batch in batches]
 
     def keep(self, stages: Stages, numbers: Sequence[int]) -> None:
-        """Store the pictures of the views that were drawn after the cameras' views, as the shadow maps with these
-        numbers."""
+        """Store the pictures of the shadow maps' views, which come after the cameras' views in `stages.now`, as the
+        shadow maps with these numbers, in the same order."""
         arrays = self._kept.get(tuple(numbers))
         if arrays is None:
             which = uploaded(self.device, np.array(numbers, dtype=np.int32))

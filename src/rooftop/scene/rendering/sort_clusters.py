@@ -23,7 +23,8 @@ def source() -> str:
 
 
 def sort(items: Tensor, counters: Tensor, counter: int, out: Tensor) -> None:
-    """Sort the first items of a list into `out`; the order of `items` changes.
+    """Sort the items of a list into `out`: the first `counters[counter]` elements of `items`, or all elements if this
+    number exceeds the list's capacity. The order of `items` changes.
 
     Args:
         items, out: (room,) int64; all items differ.

@@ -84,8 +84,8 @@ class Stages:
     Attributes:
         resident, now, then: the scene, the views, and the views of the previous frame.
         memory, clock: the memory of the frame, and the clock that times its stages.
-        depth: depth of the deepest tree.
-        threads: number of threads of a launch. Each thread processes every `threads`-th item of a list.
+        depth: number of levels of the deepest tree.
+        threads: default number of threads of a launch. Each thread processes every `threads`-th item of a list.
         occlusion: whether hidden geometry is skipped, and the depths are kept for the next frame.
         one_sided: as in `Renderer`.
         cuda_cpp: whether steps that have a faster CUDA C++ kernel use that kernel: the traversal of the trees from one
@@ -252,7 +252,8 @@ class Stages:
                 self._launch(base_pass.base_pass, *shared, lights, surfaces, light, texels, threads=threads)
 
     def _has_plain_pixels(self, outputs: Collection[str]) -> bool:
-        """Whether `base_pixels` can write these outputs of a scene without lights and materials."""
+        """Whether `base_pixels` can write these outputs, if the scene has neither lights nor materials. The caller
+        checks the scene."""
         return self.cuda_cpp and self.memory.canvas.same > 0 and set(outputs) <= {*base_pixels.OUTPUTS, "overdraw"}
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:

@@ -4,8 +4,8 @@ A pixel's footprint on the texture is a parallelogram. Its sides are the changes
 pixel to the next; they are computed exactly from the plane of the triangle, not from neighbouring pixels. The ellipse
 inside the parallelogram is cut into `ACROSS` pieces along its short axis, and along its long axis into at most
 `MOST_ALONG` pieces, as many as make the pieces square. Each piece is one trilinear lookup, at the mip level whose
-texels are as wide as the piece. This is anisotropic filtering with samples along a line, as in McCormack et al. 1999,
-"Feline". All computation is in linear light.
+texels are as wide as the piece's longer side. This is anisotropic filtering with samples along a line, as in McCormack
+et al. 1999, "Feline". All computation is in linear light.
 """
 
 import warp as wp

@@ -55,7 +55,9 @@ from rooftop.scene.rendering.clusters import (
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 LANES = wp.constant(128)  # threads that divide the clusters and groups of a page among them
-AGAINST = wp.constant(2**16)  # added to a vote against a page; more than the sum of all votes for the page
+# Each thread's vote is 1, or 1 + AGAINST if its part of the page is invalid. AGAINST is more than LANES, so the sum of
+# votes modulo AGAINST is the number of votes.
+AGAINST = wp.constant(2**16)
 PAGE_CLUSTERS, PAGE_LENGTH = wp.constant(layouts.PAGE_CLUSTERS), wp.constant(layouts.PAGE_LENGTH)
 CLUSTER_GROUP, SHORT_HEADS = wp.constant(layouts.CLUSTER_GROUP), wp.constant(layouts.SHORT_HEADS)
 GROUP_FIRST, GROUP_COUNT = wp.constant(layouts.GROUP_FIRST), wp.constant(layouts.GROUP_COUNT)
@@ -102,7 +104,7 @@ def added_up(sizes: Sizes, reference_bits: wp.int32, position_bits: wp.int32, at
 
 @wp.func
 def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32):
-    """Compute the sizes of a cluster's streams from a head of the form before version 4. `head` is the index of the
+    """Compute the sizes of a cluster's streams from a head of a file of versions 1 to 3. `head` is the index of the
     head's first word, and `attributes` tells which attributes the mesh has."""
     sizes = Sizes()
     counts = word_at(words, head + wp.int64(CLUSTER_COUNTS))
@@ -129,7 +131,7 @@ def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.in
 
 @wp.func
 def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32, replaces: wp.bool):
-    """Compute the sizes of a cluster's streams from a head of the short form. `head` is the index of the head's first
+    """Compute the sizes of a cluster's streams from a short head (version 4). `head` is the index of the head's first
     word, `attributes` tells which attributes the mesh has, and `replaces` whether the head names a replaced group."""
     sizes = Sizes()
     counts = word_at(words, head + wp.int64(HEAD_COUNTS))

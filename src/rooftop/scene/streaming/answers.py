@@ -117,8 +117,8 @@ class RequestBuffers:
         return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 
     def use(self, first: bool = False) -> Use:
-        """Return the `Use` of the pages by the frame. With `first`, `Use.pixels` has only what the frame's first
-        pass wanted."""
+        """Return how much the most recent frame wanted each page, and how long ago a frame wanted it. With `first`,
+        `Use.pixels` contains only the requests of the frame's first pass."""
         wanted, ages = self._use.to("cpu", copy=True).numpy()
         if first:
             wanted = self.tensors["wanted_first"].to("cpu", copy=True).numpy()

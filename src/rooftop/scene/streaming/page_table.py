@@ -36,7 +36,8 @@ class PageTable:
         self._launches = Launches(device)
 
     def tell(self, pages: Ints, write: Callable[[Ints, Ints], None]) -> None:
-        """Set the positions of pages. A page with invalid contents stays absent. Earlier frames must have ended.
+        """Set the positions of pages. A page with invalid contents stays absent. The kernels run on the current stream,
+        after the frames queued there, which still use the old positions.
 
         Args:
             pages: may contain a page twice.

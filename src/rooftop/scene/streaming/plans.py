@@ -87,8 +87,8 @@ class Planner:
         return plan
 
     def publish(self, arriving: Ints) -> Ints:
-        """Record that the pages `arriving` are in their slots. Then make each arrived page resident if all pages that
-        it needs are resident. Return the pages that became resident."""
+        """Record that the pages `arriving` are in their slots. Then make each page that has arrived, now or earlier,
+        resident if all pages that it needs are resident. Return the pages that became resident."""
         slots, books = self.slots, self._in_cpp()
         if books is None:
             slots.arrive(arriving)
@@ -190,8 +190,9 @@ class _Victims:
 
 
 def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
-    """Plan to read all absent and lost pages of a target that fits into the slots. If the plan must evict pages, no
-    page may be loading, since a loading page cannot be evicted.
+    """Plan to read all pages of a target that are absent or lost (an earlier attempt to read them failed). The target
+    must fit into the slots. If the plan must evict pages, no page may be loading, since a loading page cannot be
+    evicted.
 
     Args:
         target: (pages,) mask of the pages that must be resident, including all pages that they need and all root pages.

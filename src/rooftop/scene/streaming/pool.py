@@ -20,7 +20,7 @@ from rooftop.scene.streaming.plans import NO_USE, Plan, Planner, Use, best_that_
 from rooftop.scene.streaming.slots import ABSENT, NO_PAGES, RESIDENT, Slots
 
 MOST_WORDS = 2**31 - 1  # length limit of a Warp array
-MOST_OF_A_FRAME = 64  # maximum number of pages to request for one frame; 8 threads read them in about a millisecond
+MOST_OF_A_FRAME = 64  # maximum number of pages that a call of `ask` requests; 8 threads read them in about 1 ms
 MOST_IN_FLIGHT = 256  # maximum number of pages in flight; 8 threads read them in a few frames, and each occupies a slot
 AT_ONCE, AHEAD = 0.0, 1.0  # urgencies: pages that a frame waits for are read before pages that later frames may need
 
@@ -79,9 +79,9 @@ class Pool:
         self._tell()
 
     def ask(self, answer: Answer, urgent: bool = True) -> None:
-        """Start to load missing pages, the most wanted first, until MOST_OF_A_FRAME or MOST_IN_FLIGHT is reached or no
-        slot can be freed. `urgent` says whether a displayed frame lacked these pages. If not, they are read after
-        urgent pages, and no page that the frame wants is evicted for them."""
+        """Start to load missing pages, the most wanted first, until this call has requested MOST_OF_A_FRAME pages,
+        MOST_IN_FLIGHT pages are in flight, or no slot can be freed. `urgent` says whether a displayed frame lacked
+        these pages. If not, they are read after urgent pages, and no page that the frame wants is evicted for them."""
         most = min(MOST_OF_A_FRAME, min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight)
         # consider only this many pages, which suffices even if half of them are in flight
         first = slice(2 * MOST_IN_FLIGHT)
@@ -194,8 +194,8 @@ class Pool:
             raise error
 
     def _tell(self) -> None:
-        """Send the positions in the pool of all pages that arrived or were evicted to the device. Earlier frames must
-        have ended."""
+        """Send the positions in the pool of all pages that arrived or were evicted to the device. Only frames queued
+        later use these positions."""
         if not self._changed:
             return
         self._table.tell(np.concatenate(self._changed), self.planner.write_rows)

@@ -112,7 +112,8 @@ class Drawing:
             world.add_light(_sun_from(self._sun))
         self.usual_error, self.usual_light = self.renderer.pixel_error, self.renderer.light
         self._pages: Pages | None = None
-        # the newest picture request and the newest point request of each tab, in the order in which they began to wait
+        # The queue: the newest picture request and the newest point request of each tab. A request takes the place of
+        # the older request that it replaces.
         self._waiting: dict[str, _Job] = {}
         self._changed = threading.Condition()
         self._stopped = False

@@ -98,8 +98,8 @@ class Viewer(ThreadingHTTPServer):
         """Whether a Host header names this server.
 
         Any port is accepted, since a tunnel has its own port. "localhost" and loopback addresses are accepted. If the
-        server does not listen on loopback only, this machine's names and all numeric addresses are accepted too,
-        because no attacker's DNS server can redirect these.
+        server does not listen on loopback only, this machine's names and all numeric addresses are accepted too. An
+        attacker's DNS server can redirect neither: it does not resolve this machine's names, and addresses need no DNS.
         """
         beyond = not is_loopback(self.host)
         try:

@@ -173,8 +173,8 @@ class Viewpoint:
         return replace(self, eye=_vector(self.eye + by), target=_vector(self.target + by))
 
     def _turned(self, direction: Floats, azimuth_degrees: float, elevation_degrees: float) -> Floats:
-        """Turn a direction by the azimuth around `up`, and by the elevation, up to MOST_ELEVATION_DEGREES. The
-        direction keeps its length."""
+        """Turn a direction around `up` by an azimuth, then upwards by an elevation. The result has the same length, and
+        at most MOST_ELEVATION_DEGREES above or below the horizon."""
         length = float(np.linalg.norm(direction))
         x, y, z = around(self.up) @ (direction / length)
         azimuth = math.degrees(math.atan2(y, x)) + azimuth_degrees

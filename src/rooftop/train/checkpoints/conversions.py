@@ -50,7 +50,7 @@ def convert(
         out: the folder to write, new or empty, which `--load` accepts later. The folder gets this name once all files
             are written.
         tensor_ranks: number of tensor parallel ranks; one file is written per rank. 1: one file with whole tensors.
-        progress: called with (text that names the tensor, the fraction done).
+        progress: called before each piece with (text that names its tensor, fraction of all bytes written so far).
 
     Returns:
         The folder of the step.

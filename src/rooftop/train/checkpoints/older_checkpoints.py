@@ -42,11 +42,11 @@ class OlderTensors:
     Args:
         folder: folder of that step.
         ranks: number of tensor parallel ranks that saved the step.
-        own: (this tensor parallel rank, its parts) if the number of ranks is the same as in the save. With `own`, the
-            rank reads only its own file.
+        own: (this tensor parallel rank, its shard of each parameter by name) if the number of ranks is the same as in
+            the save. With `own`, the rank reads only its own file.
 
     Attributes:
-        entries: the tensors' entries, by name.
+        entries: the dtype and the shape of each whole tensor, by the tensor's name.
 
     Raises:
         InputError: a file is missing or damaged, or does not record the pieces of each rank.

@@ -43,7 +43,7 @@ BATCH_BYTES = 64 << 20
 """Number of bytes that are read at a time, rounded up to whole rows and whole blocks. A reader needs this much memory,
 in addition to the memory of the tensor to fill.
 """
-AGAIN = "continue with another step of this folder, or with a copy"
+AGAIN = "use the checkpoint of another step, or a copy of this one"
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,8 @@ class SavedTensors:
         """Read the data of all tensors, and verify the checksums of all blocks.
 
         Args:
-            progress: called with (text that names the tensor, the fraction done).
+            progress: called after each tensor with (text that names the tensor, fraction of the bytes of all tensors
+                verified so far).
 
         Raises:
             InputError: a block is damaged; the message names its tensor and file.

@@ -275,7 +275,7 @@ class Saver:
         """
         self._end_task()
         said = self._agreement.gathered(None if error is None else (isinstance(error, OSError), _words(error)))
-        # drops the numbers of the previous exchange, which may report the same failure again
+        # receive and drop what the ranks sent in their previous exchange: it may report the same failure again
         self._agreement.exchange([0, 0, self._parts])
         self._phase, self._task, self._process = NOTHING, None, None
         if self._staging is not None:

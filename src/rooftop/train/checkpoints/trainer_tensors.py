@@ -90,7 +90,7 @@ def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
     Raises:
         InputError: a tensor is missing, damaged or of another model.
     """
-    trainer.weights.adopt()  # earlier writes to the model must not overwrite the loaded values later
+    trainer.weights.adopt()  # adopt earlier writes to the model now: later they would overwrite the loaded values
     states: dict[int, dict[str, Tensor]] = {}
     numbers = {id(weight): n for n, weight in enumerate(w for g in trainer.optimizer.param_groups for w in g["params"])}
     stepped = any(name.startswith(f"{OPTIMIZER}.") for name in saved.entries)
@@ -102,7 +102,7 @@ def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
         for kind in MOMENTS:
             state[kind] = torch.zeros_like(weight)
             _fill(state[kind], shard, saved, folder, moment_name(kind, name))
-        state[STEPS] = torch.zeros(())  # the optimizer moves the tensor to its device
+        state[STEPS] = torch.zeros(())  # `load_state_dict` moves it to the weight's device
         _fill(state[STEPS], None, saved, folder, moment_name(STEPS, name))
         states[numbers[id(weight)]] = state
     groups = trainer.optimizer.state_dict()["param_groups"]

@@ -2,7 +2,7 @@
 GPU's memory.
 
 The functions run the batch of the failed step a second time, because checks in every step would cost time. On several
-ranks, and after an evaluation, the contents of the memory are listed without a second run.
+ranks, or if memory runs out during an evaluation, the contents of the memory are listed without a second run.
 """
 
 from __future__ import annotations

@@ -424,7 +424,8 @@ class _Fitting:
         )
 
     def _words_of_fault(self, step: int, row: list[float]) -> str:
-        """Describe a step with a non-finite loss or gradient in one line; names the first non-finite value."""
+        """Describe a step with a non-finite loss or gradient in one line. Run the step again, to name the first batch,
+        output, loss or gradient that is not finite."""
         words = f"step {step}: the loss is {row[LOSS]:g}, and its gradient's norm is {row[NORM]:g}"
         found = self.agreement.gathered(first_not_finite(self.stepper, step, self.feed.parts(step)))
         first = min((each for each in found if each is not None), default=None)

@@ -44,9 +44,9 @@ class StepRecord:
         loss: mean loss over the whole batch, before the step.
         grad_norm: norm of the gradient before clipping.
         learning_rate: the highest learning rate of all parameter groups.
-        samples_per_s: samples per second of all ranks, averaged over the steps that were read together.
-        waiting: fraction of the time in which the loop waited for data, averaged over the same steps as
-            `samples_per_s`.
+        samples_per_s: samples per second of all ranks, including the wait for data, averaged over the steps of one
+            `stepped` call.
+        waiting: fraction of the time in which the loop waited for data, averaged over the same steps.
         peak_bytes: peak memory of this rank so far.
         skipped: whether the step was skipped because its loss or gradient was not finite; the weights stayed unchanged.
     """

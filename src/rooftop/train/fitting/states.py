@@ -4,8 +4,8 @@
 
 becomes the tensors "optimizer.state.0.step" and "optimizer.state.0.momentum_buffer", and JSON in which {"tensor": name}
 replaces each tensor. Tensors of dtypes without a name in checkpoints, such as complex64, are stored as bytes. JSON
-keeps floats exactly. JSON supports neither numeric keys nor tuples, so dicts become {"pairs": [[key, value], ...]}, and
-tuples become {"tuple": [...]}.
+keeps floats exactly. JSON supports neither numeric keys nor tuples, so each dict becomes {"pairs": [[key, value],
+...]}, and each tuple becomes {"tuple": [...]}.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ class Stepper:
             batch that this rank's parts hold.
 
         Raises:
-            InputError: with `summing`, a loss computes the gradient of a parameter in several backward passes.
+            InputError: with `summing`, the backward of a loss computes the gradient of a parameter in several backward
+                passes, as with `torch.utils.checkpoint(use_reentrant=True)`.
             InputError: the model cannot be replayed.
         """
         self.task.model.train()

@@ -35,7 +35,8 @@ def fill_from(model: Gpt | GptStages, folder: str | Path, unshared: Callable[[],
 
     Args:
         model: result of `parallel_gpt`, `parallel_gpt_stages` or `fully_sharded_gpt`, with the folder's config. If data
-            parallel ranks shard the model, each rank reads its tensor parallel part once, on the CPU.
+            parallel ranks shard the model, each rank first loads its tensor parallel part of its pipeline stages,
+            unsharded, into CPU memory, and then copies its own shard.
         folder: a folder with config.json and .safetensors files.
         unshared: creates this rank's part of the model on the meta device, not sharded over data parallel ranks.
 

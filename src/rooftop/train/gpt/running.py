@@ -1,7 +1,7 @@
 """The training loop: steps, reports and checkpoints.
 
-Losses and norms are read from the device once every `interval` steps, after the first and the last step, and before
-each validation and checkpoint. Between these reads, Python launches steps without waiting for the GPU.
+The host reads losses and norms from the device once every `interval` steps, after the first and the last step, and
+before each validation and checkpoint. Between these reads, Python launches steps without waiting for the GPU.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class StepReport:
         loss: mean loss of the batch, before the step.
         grad_norm: norm of the gradient before clipping.
         learning_rate: learning rate of the step.
-        tokens_per_s: tokens per second of all ranks, averaged over the steps that were read together.
-        mfu, percent_of_roof: model flops utilization and percent of roof of this rank; None if the roof is unknown.
+        tokens_per_s: tokens per second of all ranks, averaged over the steps of one list that `run_steps` yields.
+        mfu, percent_of_roof: model flops utilization and percent of roof of this rank, averaged in the same way; None
+            if the roof is unknown.
         peak_bytes: peak memory of this rank so far.
         valid_loss: mean loss on the validation data after this step; None without a validation after this step.
     """
@@ -71,9 +72,9 @@ def run_steps(
     """Train until `trainer.step` reaches `until`. All ranks must iterate together.
 
     Args:
-        interval: maximum number of steps that are read and reported together. The first step is reported alone, because
-            it takes longer than the others.
-        roof: roof of a step of this rank.
+        interval: maximum number of steps per list of reports. The host waits for the device once per list, to read the
+            losses and norms of these steps. The first step is reported alone, because it takes longer than the others.
+        roof: roof of a step of this rank; None: the reports have no `mfu` and no `percent_of_roof`.
         validation: the data and the interval of validations. The time of validations is not part of the steps' time. A
             training that was asked to stop runs no validation.
         save: folder of checkpoints; a checkpoint is saved after the last step. If the caller leaves the loop early, a

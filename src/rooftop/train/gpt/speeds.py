@@ -1,4 +1,5 @@
-"""Compare a training with the limits of this machine: its flops rate, and the minimum time of a step (roof).
+"""Compare the speed of a training with the limits of this machine: its flops per second with the fastest measured rate,
+and its time per step with the minimum time (roof).
 
 In a step each rank must at least compute its share of the flops, read its weights in forward and backward, and write
 their gradients. The rank's optimizer must read weights, gradients and state, and write weights and state. The fused
@@ -28,8 +29,8 @@ class StepRoof:
     """The limits of this machine for a step of a rank.
 
     Attributes:
-        ms: the fused roof, in milliseconds.
-        flops: flops of the rank in a step.
+        ms: the fused roof (see the top of this file), in milliseconds.
+        flops: the rank's share of the model's flops in a step, without recomputation.
         peak: fastest measured rate of matrix products in the training's dtype, in flop/s.
     """
 
@@ -47,7 +48,8 @@ class StepRoof:
 
 
 def step_cost(trainer: GptTrainer) -> Cost:
-    """The cost of one step of one rank."""
+    """The minimum cost of one step of one rank: bytes of weights, gradients and optimizer state, and the rank's share
+    of the model's flops. Activations, recomputation and communication do not count."""
     training = trainer.training
     flops = training.config.flops_per_token(training.length) * training.tokens_per_step // trainer.layout.world_size
     model, main = list(trainer.model.parameters()), list(trainer.weights.named.values())
@@ -60,7 +62,7 @@ def step_cost(trainer: GptTrainer) -> Cost:
 
 
 def step_roof(trainer: GptTrainer, ceilings: Ceilings) -> StepRoof:
-    """The roof of one step of one rank, on a device with these ceilings.
+    """The fused roof of one step of one rank, on a device with these ceilings.
 
     Raises:
         ValueError: the device's rate in the training's dtype was not measured.

@@ -162,12 +162,13 @@ class GptTrainer:
         )
 
     def advance(self) -> tuple[Tensor, Tensor]:
-        """Run one step; return two scalar tensors: the batch's mean loss before the step, and the norm of the gradient.
+        """Run one step; return two scalar tensors: the batch's mean loss before the step, and the norm of the gradient
+        before clipping.
 
         Both tensors are the same on all ranks. Both tensors stay on the device; reading their values waits for the
         device.
         """
-        self.weights.adopt(contents=False)  # the optimizer itself detects changed values
+        self.weights.adopt(contents=False)  # the optimizer's step finds the values written to the model
         size = self.training.micro_batch
         places = [part * size + place for part in self._parts for place in range(size)]
         text = self.batches.read(self.step, places).view(len(self._parts), size, -1)  # (parts, B, S + 1)
@@ -288,7 +289,8 @@ class GptTrainer:
     def _gradients_of(
         self, text: Tensor, step: int | Tensor, packings: Sequence[Packing] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute and keep the gradients of a step; returns the scalar tensors (loss, gradient norm, clipping factor).
+        """Compute and keep the gradients of a step; returns the scalar tensors (loss, gradient norm before clipping,
+        clipping factor).
 
         `text`, (parts, B, S + 1) int64, holds this rank's micro-batches; `packings` has one packing for each
         micro-batch. `step` may be a tensor, () int64 on the device.

@@ -71,7 +71,7 @@ class GptTraining:
             while they compute the other. Halves double the number of launches, so on GPUs `halves` needs `cuda_graph`
             or a sharded model.
         sum_once: with a sharded model, sum gradients once per step instead of after each micro-batch. Each rank then
-            holds unsharded gradients of its parameters, 4 bytes per parameter.
+            holds the unsharded gradients of its tensor parallel part of its stages, 4 bytes per parameter of this part.
         pipeline_schedule: order in which pipeline ranks compute micro-batches, a name in
             `rooftop.parallel.schedules.SCHEDULES`. None: "1f1b", or "interleaved" with `layers_per_virtual_stage`.
         layers_per_virtual_stage: average number of layers per stage in an interleaved schedule, whose ranks have
@@ -85,7 +85,8 @@ class GptTraining:
         mask_ends: whether the loss ignores the target of each end token, because this target belongs to the next
             document.
         cuda_graph: from the fourth step on, replay forward and backward from a CUDA graph (`rooftop.train.Replayed`).
-            Later changes of the model's modes and hooks have no effect, and the weights keep their memory addresses.
+            Later changes of the model's modes and hooks have no effect. The weights stay at their memory addresses: if
+            the caller sets `.data`, the next step copies the values to the weight's old address.
 
     Raises:
         ValueError: a size is not positive, a rate or seed is out of range, the dtype is not supported, or a sequence is

@@ -43,7 +43,8 @@ class AdamW(torch.optim.AdamW):
         params, lr, betas, eps, weight_decay: see `torch.optim.AdamW`; `lr` may be a tensor.
         weights: the float32 weights to update. The step accepts gradients of these weights in any dtype, and writes the
             updated weights to the model. If the user writes values to the model, the next step starts from these
-            values. So no `weights.publish()` and no `zero_grad` of the model is needed.
+            values. So `weights.publish()` is not needed. This optimizer's `zero_grad` is enough, because `weights`
+            moves the gradients out of the model's parameters.
 
     Raises:
         TypeError: a parameter is not floating point.
@@ -166,7 +167,8 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release the gradients, including those that `weights` holds, or set them to 0."""
+        """Release all gradients, including those that the `MainWeights` object holds in the model's dtype. If
+        `set_to_none` is False, set them to 0 instead."""
         if self.weights is not None:
             for parameter in (each for group in self.param_groups for each in group["params"]):
                 self.weights.forget_gradient(parameter) if set_to_none else self.weights.widen(parameter)

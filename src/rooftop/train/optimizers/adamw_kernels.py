@@ -10,7 +10,8 @@ import triton.language as tl
 def adamw_numbers(
     steps,  # (count,) float32: step counts including this step. With COUNTING: int64 addresses of counts to increment
     constants,  # (8,) float64: rate, 1 - rate * decay, beta1, 1 - beta1, beta2, 1 - beta2, log beta1, log beta2
-    # (count, 8) float64: rate / first bias correction, root of second bias correction, constants[1] to constants[5]
+    # (count, 8) float64: rate / first bias correction, root of second bias correction, constants[1] to constants[5];
+    # the last column is not used
     numbers,
     count, COUNTING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -4,8 +4,8 @@ A bfloat16 number has 8 bits of precision. So a bfloat16 weight would lose every
 value, and a bfloat16 sum over micro-batches would lose small gradients. Therefore weights and gradients are kept in
 float32, and the rounded result of each step is written to the model.
 
-The user may write to the model at any time: if a weight of the model differs from its rounded float32 copy, the next
-step first copies the model's weight to the float32 weight (`adopt`).
+The user may write to the model at any time: the next step first finds the elements of the model's weights that differ
+from the rounded float32 weights, and copies only these elements to the float32 weights (`adopt`).
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740), section 3.1.
 """
@@ -38,8 +38,8 @@ class MainWeights:
 
     Attributes:
         named: the weights that the optimizer updates, by the model's names; tied weights appear once. Without
-            `keep_narrow`, `.grad` of the named weights is complete after each backward. If the named weights are
-            copies, backward releases the gradients of the model's own weights.
+            `keep_narrow`, each backward adds this rank's gradients to `.grad` of the named weights, in the dtype of
+            these weights. If the named weights are copies, backward releases the gradients of the model's own weights.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, keep_narrow: bool = False) -> None:
@@ -90,7 +90,9 @@ class MainWeights:
 
     @torch.no_grad()
     def adopt(self, contents: bool = True) -> None:
-        """Adopt values that were written to the model or to `named`, and tensors that replaced the model's parameters.
+        """Copy values that the user wrote to the model into `named`, and values written to `named` into the model. A
+        weight that was written in both takes the value in `named`. If a tensor has replaced a parameter of the model,
+        copy its values into the parameter and into `named`, and put the parameter back.
 
         `GptTrainer` calls this before each step, so its users need not call it.
 
@@ -170,7 +172,8 @@ class MainWeights:
         self._gradients.add(main, gradient)
 
     def answer_for(self, gradients: ModelGradients) -> None:
-        """Make a `ModelGradients` sum and clip the gradients of weights in `named`, not of the model's parameters."""
+        """Make a `ModelGradients` sum over ranks and clip the gradients of weights in `named`, not those of the model's
+        parameters."""
         gradients.parameters = self.named
         gradients.gradient_of, gradients.widen = self.gradient_of, self.widen
 

@@ -1,4 +1,4 @@
-"""Training recipes as data, and their implementation: optimizers, schedules, averaged weights, mixed batches."""
+"""Training recipes as data, and their implementation: optimizers, schedules, averaged weights, mixup and CutMix."""
 
 from rooftop.train.recipes.checks import check_recipe
 from rooftop.train.recipes.freezing import freeze

@@ -21,7 +21,8 @@ def check_recipe(recipe: Recipe, task: Task, *, ranks: int = 1, device: str = "c
         device: the type of the training's device: "cuda" or "cpu".
 
     Raises:
-        InputError: a switch does not fit; the message names the switch and a value that fits.
+        InputError: a switch of the recipe (such as mix.mixup) does not fit the task, the ranks or the device. The
+            message names the switch and a value that fits.
     """
     _check_batch(recipe, ranks)
     _check_mix(recipe, task, ranks)

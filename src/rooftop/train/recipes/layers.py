@@ -42,8 +42,8 @@ class _Unit:
 
     Attributes:
         names: names of the unit's parameters.
-        chained: whether the unit is a member of a chain.
-        between: whether the unit is a direct member of a chain, and a later member of the same chain contains layers.
+        chained: whether the unit is a whole member of a chain.
+        between: whether the unit is chained, and a later member of the same chain contains layers.
         leaf: whether the unit has no submodules.
         norm, own: whether the unit is a norm; whether it consists of the direct parameters of a divided module.
     """
@@ -107,9 +107,11 @@ def _outermost_chains(module: nn.Module, path: str, divides: _Test) -> Iterator[
 
 
 def _is_divided(module: nn.Module, divides: _Test, inside: bool) -> bool:
-    """Whether a module contains layers.
+    """Whether a module is or contains a chain of layers.
 
-    A stage of a chain contains blocks, which are layers; the submodules of a block are not layers.
+    Args:
+        inside: whether the module is in a chain. If so, chains below the module count only if their name is in
+            `REPEATED`; without such a chain, the module is a block, i.e. one layer.
     """
     if divides(module):
         return True

@@ -36,7 +36,7 @@ def mixer(mix: Mix, classes: int) -> Alter | None:
     The function accepts floating-point images (N, C, H, W) and int64 labels (N,).
 
     The function returns images of the same shape and dtype, and float32 targets (N, classes). A sample whose partner is
-    not in the batch stays unchanged.
+    not among the N samples of the call stays unmixed.
 
     Raises:
         InputError: there are fewer than two classes. The returned function raises InputError if the images are not

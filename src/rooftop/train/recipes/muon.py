@@ -3,9 +3,9 @@
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon):
 Muon makes the momentum of a matrix nearly orthogonal before it adds the momentum to the weight. The weight of a
 convolution counts as a matrix: output channels by all other dimensions. AdamW updates embeddings, the last layer, norms
-and biases, as the authors advise. Muon's updates are scaled to the root mean square of AdamW's updates (Liu et al.
-2025, "Muon is Scalable for LLM Training", section 2.2, arXiv:2502.16982), so both optimizers use the same learning rate
-and weight decay.
+and biases, as the authors advise. Muon's updates, before the learning rate, are scaled to a root mean square of about
+0.2, which is typical of AdamW (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2, arXiv:2502.16982). So
+both optimizers use the same learning rate and weight decay.
 """
 
 from __future__ import annotations

@@ -160,9 +160,9 @@ class Augment:
             that a CPU decodes.
         gpu_share: with decode = "gpu", the fraction of the images that the GPU decodes; the CPU decodes the others. A
             GPU that decodes all images has less time for the step.
-        detail: minimum number of decoded pixels per result pixel along a side, for random crops. With a number below 1,
-            the CPU decodes more JPEGs at 1/2, 1/4 or 1/8 of their size than with 1, which is faster but blurs the
-            crops.
+        detail: minimum ratio of a random crop's side, in decoded pixels, to the side of the training image. With a
+            ratio below 1, the CPU decodes more JPEGs at 1/2, 1/4 or 1/8 of their size than with 1, which is faster but
+            blurs the crops.
         size: side of the training images in pixels; 0: the task's default.
         test_size: side of the validation images; 0: as in training. A size above the training size often raises the
             accuracy. Source: Touvron et al. 2019, "FixRes", arXiv:1906.06423.
@@ -262,8 +262,9 @@ class Loading:
     Attributes:
         how: "here" (in the training loop), "threads", "processes", or "auto" (the fastest of these, measured at the
             start).
-        workers: number of threads or processes per rank; 0: depends on the number of CPUs.
-        ahead: number of batches that are made in advance.
+        workers: number of threads or processes per rank; 0: the usable CPUs divided by the ranks on the machine,
+            at most 32.
+        ahead: number of batches that the threads or processes of a rank make in advance, all together.
     """
 
     how: str = "auto"

@@ -54,7 +54,8 @@ class InputDropout:
 
 
 class BranchDropout:
-    """Forward hook of a branch's last module: stochastic depth of its output in training."""
+    """Forward hook of a branch's last module: in training, set the output to 0 for each sample with probability p, and
+    divide the other samples' output by 1 - p (stochastic depth)."""
 
     def __init__(self, p: float) -> None:
         self.p = p

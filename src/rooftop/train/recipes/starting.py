@@ -74,7 +74,7 @@ def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name:
     wrong += [f"{key} is {dtype}" for key, dtype in report.quantized.items()]
     if wrong or not report.used:
         raise WeightsError(
-            f"{report.path} (keys of {report.origin}) does not fit {type(model).__name__}: "
+            f"{report.path} (key names: {report.origin}) does not fit {type(model).__name__}: "
             f"{'; '.join(wrong[:3]) or 'the file has none of its keys'}{'; and so on' if len(wrong) > 3 else ''}. "
             f"Only the head may differ, for another number of classes: {num_classes} were requested"
         )

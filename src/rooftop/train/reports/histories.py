@@ -83,7 +83,7 @@ class Spans:
 def spans_of(steps: list[StepRecord], batch: int, seconds: float) -> Spans:
     """Divide the seconds of a run by activity.
 
-    The duration of a step is its number of samples divided by its samples per second.
+    The duration of a step, including its wait for data, is `batch` divided by the step's samples per second.
     """
     took = [batch / record.samples_per_s if record.samples_per_s > 0 else 0.0 for record in steps]
     waited = sum(second * record.waiting for second, record in zip(took, steps, strict=True))

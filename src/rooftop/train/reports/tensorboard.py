@@ -36,7 +36,8 @@ class TensorBoard:
     """An observer that writes event files.
 
     Args:
-        folder: folder of the event files. Files of an earlier run stay, but repeated steps replace the earlier steps.
+        folder: folder of the event files. Files of an earlier run stay. If a resumed training repeats steps,
+            TensorBoard shows only the new values of these steps.
         recipe: the recipe of the training.
 
     Raises:

@@ -138,7 +138,8 @@ def value_text(value: float) -> str:
 
 
 def decimals_of(scale: float) -> int:
-    """Return the number of decimals with which numbers up to `scale` have four significant digits."""
+    """Return the number of decimals with which a number of the size of `scale` has four significant digits. Smaller
+    numbers then have fewer."""
     return max(0, 3 - math.floor(math.log10(scale))) if scale > 0 and math.isfinite(scale) else 4
 
 

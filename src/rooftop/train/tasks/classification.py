@@ -76,7 +76,8 @@ class Family:
         small_options: builder options for small images.
         off: builder options that switch off regularization which is on by default in the builder but not in the recipe.
         digits, folders: recipe values for digits and for folders of images.
-        gpu, folders_on_gpu: values that replace these on a GPU; `folders_on_gpu` only for folders.
+        gpu: values that override `digits` and `folders` on a GPU.
+        folders_on_gpu: values that override `folders` and `gpu` for folders on a GPU.
     """
 
     usual: str
@@ -267,7 +268,7 @@ def _with_transforms(
     kind: type[Data], roots: tuple[Path, Path], recipe: Recipe
 ) -> tuple[tuple[Data, Data], tuple[ImageTransform, ImageTransform]]:
     """Open the training data and the validation data from the folders `roots`, and create the image transforms of both.
-    A folder that serves both is listed only once."""
+    If both are the same folder, its files are listed only once."""
     train = kind(roots[0])
     valid = copy.copy(train) if roots[0] == roots[1] else kind(roots[1])
     transforms = _transforms(recipe, _usual_size(train))

@@ -175,8 +175,8 @@ class Voxels(NamedTuple):
 
     Attributes:
         sites: the V voxels, with FEATURES channels.
-        labels: int64 (V,), the most frequent label of up to `SLOTS` points of the voxel; -1 if all these labels are
-            unknown.
+        labels: int64 (V,), the most frequent known label of up to `SLOTS` points of the voxel; -1 if all these labels
+            are unknown.
         of_point: int64 (N,), the voxel of each point, in the order of the clouds.
     """
 
@@ -262,7 +262,8 @@ class Scans:
         return voxel_rows(varied(cloud, generator) if self.changing else cloud, self.voxel_m)
 
     def class_weights(self) -> Tensor:
-        """Class weights of the loss, (classes,): each is the inverse square root of the class's frequency."""
+        """Class weights of the loss, (classes,): the inverse square root of the class's share of the points of all
+        scans. Shares below 1e-4 count as 1e-4."""
         classes = len(self.setting.classes)
         counts = torch.stack([torch.bincount(scan.labels, minlength=classes) for scan in self.scans]).sum(0)
         return (counts / counts.sum()).clamp(min=1e-4).rsqrt()

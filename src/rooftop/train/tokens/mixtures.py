@@ -128,7 +128,8 @@ def open_mixture(words: Sequence[str], kind: str | None = None, option: str = OP
 
 
 def paths_of(words: Sequence[str], option: str = OPTION) -> list[Path]:
-    """List all paths that `open_mixture` may read for these words, without reading them.
+    """List the paths in these words, each with the .bin and .idx files that `open_mixture` may read instead. Files in
+    folders are not listed. No path is read, and a path need not exist.
 
     Raises:
         InputError: a weight has no path, or only some paths have weights.

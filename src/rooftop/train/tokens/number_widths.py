@@ -30,7 +30,9 @@ KINDS: dict[str, np.dtype[Any]] = {
     "int64": np.dtype("<i8"),
 }
 PLACES, LOOKED_AT = 64, 8192  # samples per file, and bytes per sample (a multiple of the size of the widest number)
-UPPER_HALF, NEIGHBOUR = 1 / 64, 1 / 4  # limits of the ratio of means: see the top of this file
+# Limits of the ratio in the table above: below UPPER_HALF, two neighbours are halves of one number; from NEIGHBOUR to
+# 1 / NEIGHBOUR, they are separate numbers.
+UPPER_HALF, NEIGHBOUR = 1 / 64, 1 / 4
 TEXT_BYTES = 64  # in this many bytes, 16-bit tokens nearly always contain a zero or invalid UTF-8
 # BYTE_PAIRS: minimum number of pairs of bytes to compare two distributions. BYTE_VALUES: maximum number of different
 # byte values in text. SAME: maximum distance of two distributions that count as the same.

@@ -46,7 +46,8 @@ def table_rows(path: Path) -> Rows:
     """Read the tokens of a data set.
 
     Raises:
-        InputError: the data set has several splits or other columns, or cannot be read.
+        InputError: the data set has several splits, has neither of the two columns, or cannot be read; or the column
+            has missing values or another type.
         MissingExtraError: `datasets` is not installed.
     """
     splits = path / SAVED_SPLITS

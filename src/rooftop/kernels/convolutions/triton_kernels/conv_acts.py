@@ -13,8 +13,8 @@ The kernel applies the operations after the convolution to the sums, and stores 
   in five dimensions, (N, H / SH, SH, W / SW, SW * C): the pixels that one tap reads are then contiguous in every
   dimension, for any stride. Sums are (channels, pixels), with the box of pixels as the second operand of the product:
   Triton reads a reshaped box directly from shared memory only as the second operand. A program of `conv_act_persistent`
-  computes many boxes. The program stores one box in PARTS parts while the copies for the next box are in flight. A
-  program of `conv_act_single` computes one box.
+  computes many tiles of the result. The program stores one tile in PARTS parts while the copies for the next tile are
+  in flight. A program of `conv_act_single` computes one tile.
 - `conv_act_gathered` loads by pointers, and supports any number of channels, any stride, groups and any GPU. With
   groups, each step covers up to DEPTH channels of one tap of one group; zeros replace missing channels.
 
@@ -207,11 +207,11 @@ def conv_act_finish(
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     BY_ROW: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Compute y = activation(sums + bias + residual), contiguous. If KEEP, also write z, the input of the activation. A
-    row has `units` groups of UNIT columns.
+    """Compute y = activation(sums + bias + residual). If KEEP, also write z, the input of the activation. A row has
+    `units` groups of UNIT columns.
 
-    BY_ROW: a row is one channel of one image (contiguous tensors). Without BY_ROW, a column is a channel (channels
-    last).
+    BY_ROW: the images are contiguous (N, C, H, W), so a row is one channel of one image. Without BY_ROW, the images are
+    channels last, so a column is a channel.
     """
     columns = units * UNIT
     blocks = tl.cdiv(columns, COLUMNS)

@@ -63,8 +63,9 @@ def add_runs(
 
     The sum of a run that lies within the chunk is stored as a row of the table. The first partial sum of a chunk
     belongs to a run that began in an earlier chunk. The second partial sum belongs to a run that begins in this chunk
-    and continues in the next chunk. If there is no such run, the token of the partial sum is -1. If one run fills the
-    chunk and continues, the second partial sum has the run's token and is 0.
+    and continues in the next chunk. If there is no such run, the token of the partial sum is -1. If a run from an
+    earlier chunk fills this chunk and continues, its sum is the first partial sum. The second partial sum then has the
+    run's token and is 0.
     """
     chunk = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -25,8 +25,9 @@ def norm_forward_long(
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Normalize every P-th row, where P is the number of programs. Each lane computes the mean and the squared
-    deviations of its own elements (Welford 1962).
+    """Normalize every P-th row, where P is the number of programs. For each of the COLUMNS positions of a block, the
+    kernel updates the mean and the squared deviations of the elements at this position (Welford 1962; with RMS, only
+    their sum of squares). At the end of the row, it combines the positions.
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT

@@ -521,7 +521,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _sum_of_rows(partial, rows, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum every second row of `partial`, from row 0 on, for the given columns. `rows`: the number of rows to add."""
+    """Sum the rows 0, 2, 4, ... of `partial` for the given columns. `rows` counts only the summed rows."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS).to(tl.int64)

@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """Compute (row, column) of a tile. Tiles are ordered in bands that are GROUP tiles high. Within a band, the tiles
-    are ordered column by column.
+    """Compute (row, column) of the tile with number `tile`, in tiles. Tiles are ordered in bands that are GROUP tiles
+    high. Within a band, the tiles are ordered column by column.
     """
     band = tile // (GROUP * column_tiles)
     height = min(row_tiles - band * GROUP, GROUP)

@@ -8,9 +8,9 @@ and its columns are channels of the result. K runs over the taps and, within a t
 contains the taps of a tile of rows. The loop reads the lowest set bit, and clears this bit after the tap's last
 channels. So the loop has no branch, and the loads of later steps run while a step is multiplied.
 
-`sparse_conv_weight_gradient` sums over pairs of a site and a result, tap by tap, in pieces of equal length.
-`sum_pieces` adds the sums of the pieces. In a sorted table the pairs of a tap are close together, and `block_bits` and
-`list_blocks` list the blocks of rows that contain a tap. For unsorted tables `count_pairs`, `start_pairs` and
+`sparse_conv_weight_gradient` sums over pairs of a site and a result. Each program sums one piece of the pairs of one
+tap. `sum_pieces` adds the sums of the pieces. In a sorted table the pairs of a tap are close together, and `block_bits`
+and `list_blocks` list the blocks of rows that contain a tap. For unsorted tables `count_pairs`, `start_pairs` and
 `list_pairs` list the pairs themselves; the position of a pair in its list depends only on the table. Without lists,
 `sparse_conv_weight_gradient` reads all rows.
 
@@ -40,7 +40,8 @@ def sparse_conv_rows(
 ):  # fmt: skip
     """Compute out[m] = bias + sum over taps t of weight[:, t] features[neighbours[m, t]].
 
-    MIRRORED: the taps of the weight are in reverse order. WIDTH: number of taps that are examined together.
+    MIRRORED: the taps of the weight are in reverse order. WIDTH: for this number of taps at a time, the kernel finds
+    out which taps any row of the tile has.
     """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     column_tiles: tl.constexpr = (OUT_CHANNELS + COLUMNS - 1) // COLUMNS
@@ -110,9 +111,9 @@ def sparse_conv_weight_gradient(
     """Sum gradient[m] features[n]^T over one piece of a tap's pairs (n, m).
 
     If LISTED, `lists` contains the pairs of each tap (2, T, capacity). With BLOCK, `lists` instead contains the blocks
-    (T, capacity) of BLOCK rows of the sorted table. `_pieces` cuts these lists for about `parts` programs. Without
-    LISTED, the rows of the table are cut into `parts` pieces for each tap. WHOLE: there is one part, and `sums` is
-    (O, T, C).
+    (T, capacity) of BLOCK rows of the sorted table. `_pieces` cuts the lists of all taps into at most `parts` + T
+    pieces in total. Without LISTED, the rows of the table are cut into `parts` pieces for each tap. WHOLE: there is one
+    part, and `sums` is (O, T, C).
     """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     piece = tl.program_id(0)
@@ -228,7 +229,9 @@ def count_bits(
     rows,
     WORDS: tl.constexpr, SAMPLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For each bit of a word, count how many of SAMPLE evenly spaced rows have this bit set."""
+    """For each of the 32 bits of one word of the masks, count how many of SAMPLE evenly spaced rows have this bit set.
+    Each program counts for one word.
+    """
     word, bit = tl.program_id(0), tl.arange(0, 32)
     count = tl.zeros((32,), tl.int32)
     for start in range(0, SAMPLE, ROWS):
@@ -423,7 +426,8 @@ def _pieces(
     counts, capacity, parts,
     TAPS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cut the pairs of T taps into pieces of equal length for `parts` programs. There are at most `parts` + T pieces.
+    """Cut the pairs of T taps into at most `parts` + T pieces, one for each program. All pieces have the same length,
+    except for the last one of each tap, which may be shorter.
 
     Returns the number of each tap's pairs (LANES,), the length of a piece, and the begin and end of each tap's pieces
     among all pieces (LANES,). Pairs beyond a list's capacity are not counted. With BLOCK, `counts` are numbers of

@@ -248,7 +248,8 @@ class Scan(NamedTuple):
 
 
 def scan(solids: Solids, scanner: Scanner, places: Tensor, seed: int) -> Scan:
-    """Scan a scene from K scanner positions (K, 3), and merge the points in one frame, on the solids' device.
+    """Scan a scene from K scanner positions (K, 3), and concatenate the points, in the solids' frame and on their
+    device.
 
     The host waits for the device, because the number of returned rays depends on the scene.
     """
