@@ -58,9 +58,9 @@ def did_you_mean(given: object, names: Iterable[str]) -> str:
 def nearest(given: object, names: Iterable[str]) -> list[str]:
     """Find the names with the fewest typing errors relative to the given word; none if all names have too many.
 
-    Case, hyphens and underscores are ignored. One error is always allowed, and up to two errors for each five
-    characters of the word. Among equally near names, the name that shares more characters with the word is returned. If
-    the word is no name, but is the beginning of names, the first three of these names are returned instead.
+    Case, hyphens and underscores are ignored. A word of n characters may have up to max(1, 2 n // 5) errors. Among
+    equally near names, the name that shares more characters with the word is returned. If the word is no name, but is
+    the beginning of names, the first three of these names, in the given order, are returned instead.
     """
     word = _plain(str(given))
     known = list(dict.fromkeys(names))

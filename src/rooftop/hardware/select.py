@@ -161,8 +161,8 @@ def on_each(
 
     Raises:
         ValueError: there are no devices.
-        BaseException: the earliest exception of a job, with the job's number and device as a note. After this exception
-            no job is started, and the exception is raised when the running jobs have ended.
+        BaseException: the first exception in time, with the job's number and device as a note. After this exception no
+            job is started, and the exception is raised when the running jobs have ended.
     """
     places = places_of(devices)
     modes = Modes.of_this_thread()
@@ -250,8 +250,8 @@ class Ensemble(nn.Module):
 
         Raises:
             TypeError: an output is not a tensor, and `combine` is not given.
-            BaseException: the earliest exception of a model, with the model's number and device as a note, after all
-                models have ended.
+            BaseException: the first exception in time, with the model's number and device as a note, after all models
+                have ended.
         """
         modes = Modes.of_this_thread()
         streams = [caller_stream(device) for device in self.devices]

@@ -179,7 +179,7 @@ class ElementProgram(Numbers):
 
     Args:
         root: an expression of Mats, numbers and elementwise operations.
-        bounds: bounds of all nodes.
+        bounds: bounds of each node's value, by the node's id.
         dtype: the dtype of the computation.
         leaves: the Mats among the nodes.
         depth: the depth of the result, which is stored in the dtype that `signed` returns for this depth.

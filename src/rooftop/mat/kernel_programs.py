@@ -32,7 +32,7 @@ _conversions: dict[Form, Stored] = {}
 
 
 class Launched(NamedTuple):
-    """The cached launch for one form of expression and its numbers, with Mats and a target of one layout.
+    """The cached launch for one form of expression, its numbers, and one layout of each Mat and of the target.
 
     Attributes:
         stored: the cached launch.
@@ -63,7 +63,7 @@ class Evaluation:
     Args:
         nodes: nodes of the expression, in topological order.
         target: the output tensor, (..., channels); it has at least one element.
-        depth: depth of the stored numbers.
+        depth: depth of the target's numbers.
 
     Raises:
         RuntimeError: a Mat is mapped to the host.
@@ -78,7 +78,7 @@ class Evaluation:
 
     def again(self) -> bool:
         """Launch the cached kernel of this evaluation. Return False if none is cached, or if the target overlaps an
-        input; the caller then calls `run`.
+        input and has other elements; the caller then calls `run`.
         """
         found = _launches.get(self.key)
         return found is not None and found.again(self.addresses)

@@ -178,9 +178,9 @@ def _rectangles(views: Sequence[Tensor], channels: int) -> Iterator[tuple[list[i
 def source_of(form: Form) -> tuple[str, str, dict[str, Any]]:
     """Generate the source of the loop over rows and columns: (text, function name, values of its global names).
 
-    The function takes the first row, the row after the last, the number of columns, and the memory and row step of each
-    array. Then it takes the constant operands: a row of `columns` numbers for each operand with a number for each
-    channel, and one number for each other operand.
+    The function takes the first row, the row after the last, the number of columns (the numbers in a row, channels
+    interleaved), and the memory and row step of each array. Then it takes the constant operands. An operand with one
+    number per channel is a row that repeats these numbers over all columns; any other operand is one number.
     """
     result, kinds, places = form
     types = types_of([result], kinds, autocast=False)

@@ -35,8 +35,8 @@ class ExpressionPlan:
         root: the tree of elementwise operations; its leaves have the Mats' types, not the Mats.
         leaves: the nodes for Mats, in topological order.
         bits: whether elements are read and written as integers of the same bits.
-        depth: depth of the stored numbers.
-        bounds: bounds of all nodes.
+        depth: depth of the target's numbers; if `bits`, the integer depth of the same width.
+        bounds: bounds of each node's value, by the node's id.
         dtype: the dtype of the computation.
     """
 

@@ -4,10 +4,11 @@ A block's intermediate values stay in the cache. So main memory is accessed only
 result, for any number of operations. Blocks are so small that torch runs each operation in the calling thread. Large
 Mats are divided among as many threads as torch would use.
 
-Every operation writes into a register: a tensor of a block's size, allocated once. Operations that return new tensors
-take 1.3 times as long, and up to 2 times for sums of bytes, because the system reclaims freed memory, and then maps it
-again page by page. (1.3 is the geometric mean over the operations of `benchmarks/mat.py`, in uint8 and float32, for
-whole images and regions, with one and with two threads of an EPYC that has 512 KB of L2 per core.)
+Every operation writes into the target or into a register, a tensor of a block's size. Each thread allocates its
+registers once per evaluation. Operations that return new tensors take 1.3 times as long, and up to 2 times for sums of
+bytes, because the system reclaims freed memory, and then maps it again page by page. (1.3 is the geometric mean over
+the operations of `benchmarks/mat.py`, in uint8 and float32, for whole images and regions, with one and with two threads
+of an EPYC that has 512 KB of L2 per core.)
 """
 
 from __future__ import annotations

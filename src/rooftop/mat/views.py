@@ -49,11 +49,11 @@ class Shaped:
     _sizes: Sizes
 
     def type(self) -> int:
-        """OpenCV's code of the depth and the number of channels, such as CV_8UC3."""
+        """OpenCV 5's code of the depth and the number of channels, such as CV_8UC3 (64; OpenCV 4's code is 16)."""
         return self._type
 
     def depth(self) -> int:
-        """OpenCV's code of the number type of one channel (the depth), such as CV_8U."""
+        """OpenCV 5's code of the number type of one channel (the depth), such as CV_8U."""
         return self._type & _DEPTH_MASK
 
     def channels(self) -> int:
@@ -268,14 +268,14 @@ class Header(Shaped):
         return new
 
     def locateROI(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Locate this view in the Mat from which it was cut. Return (width, height) of that Mat, and (x, y) of the
-        view's upper left element in that Mat."""
+        """Locate this view in the whole Mat: for a view of a view, the outermost Mat. Return (width, height) of the
+        whole Mat, and (x, y) of the view's upper left element in it."""
         place = self._place("locateROI")
         return (place.whole_cols, place.whole_rows), (place.col, place.row)
 
     def adjustROI(self, dtop: int, dbottom: int, dleft: int, dright: int) -> Self:
-        """Move the edges of this view within the Mat from which it was cut, and return this header. Each argument is a
-        number of rows or columns, outward if positive and inward if negative."""
+        """Move the edges of this view within the whole Mat (see `locateROI`), and return this header. Each argument is
+        a number of rows or columns, outward if positive and inward if negative."""
         place = self._place("adjustROI")
         dtop, dbottom, dleft, dright = map(as_integer, (dtop, dbottom, dleft, dright))
         row1, row2, col1, col2 = headers.adjusted(place, self.rows, self.cols, dtop, dbottom, dleft, dright)

@@ -35,7 +35,7 @@ def store_whole_numbers(
     float64.
 
     Args:
-        bounds: bounds of all nodes. Every node is an integer expression.
+        bounds: bounds of each node's value, by the node's id. Every node is an integer expression.
         leaves, tensors: the Mats among the nodes, and their elements (..., channels) in the target's shape.
         into: the target, in the dtype of `depth`. A tensor that overlaps it must have exactly the same elements.
         depth: an integer depth, Bool or CV_64F.

@@ -36,7 +36,8 @@ OPEN_FILES = 2  # maximum open readers per thread; on a GPU, each open reader oc
 
 
 class Clip(NamedTuple):
-    """A clip: pixels (T, 3, H, W), the number of its file, and the position of its first frame in the file."""
+    """A clip: pixels (T, 3, H, W), the index of its file in `ClipDataset.readers`, and the position of its first frame
+    in the file."""
 
     pixels: Tensor
     file: int
@@ -44,7 +45,8 @@ class Clip(NamedTuple):
 
 
 class ClipBatch(NamedTuple):
-    """Clips: pixels (N, T, 3, H, W); each clip's file number and position of the first frame, (N,) int64 on the CPU."""
+    """Clips: pixels (N, T, 3, H, W); each clip's file (its index in `ClipDataset.readers`) and position of the first
+    frame, (N,) int64 on the CPU."""
 
     pixels: Tensor
     files: Tensor
@@ -145,7 +147,7 @@ class ClipDataset(Dataset[Clip]):
         return self._ends[-1]
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the number of a clip's file, and the position of the clip's first frame.
+        """Return the index of a clip's file in `readers`, and the position of the clip's first frame.
 
         Raises:
             IndexError: there is no such clip.

@@ -94,8 +94,8 @@ class Unclean(Broken):
 
 
 class Decoder:
-    """Decodes the first video stream of a source once, to FFmpeg's frames. `to_tensor` converts these frames to
-    tensors.
+    """Decodes the first video stream of a source to FFmpeg's frames, in one pass that begins at the start or after a
+    `seek`. `to_tensor` converts these frames to tensors.
 
     Args:
         source: the source to read.
@@ -326,8 +326,9 @@ class Decoder:
     def frames(self, start: int | None = None, doubts: int = 0) -> Iterator[tuple[int, av.VideoFrame]]:
         """Yield (tick, frame) in display order, from the next key frame on.
 
-        If packets have no times, a frame gets its time from the frame rate (raw streams), or from its position in the
-        file (AVI, ASF and MXF with frames out of order).
+        If packets lack the times at which frames are shown, raw streams get times from the frame rate. In AVI, ASF and
+        MXF files with reordered frames, a frame's time is the decoding time of the packet after which the decoder
+        returned it, minus the decoder's constant delay.
 
         Args:
             start: after a seek, the tick of the requested key frame. Frames shown before that key frame are skipped,

@@ -2,9 +2,9 @@
 
 The picture is smooth and moves. So a codec at high quality hardly changes the picture, while a missing, stale, shifted
 or reordered frame differs strongly. Frames from hardware are compared with frames that the same FFmpeg computes in
-software. The standards of H.264 and newer codecs define every frame exactly, so a difference of 2 levels of 255 is
-allowed for rounding. Older standards allow differences in the cosine transform, and these accumulate over frames. So
-for older codecs, the average difference is checked.
+software. The standards of VC-1, H.264, VP8 and newer codecs define every decoded sample exactly. So the check is
+strict: each sample may differ by at most 2 of 255 levels. Older standards allow differences in the cosine transform,
+and these accumulate over frames. So for older codecs, the average difference is checked.
 """
 
 from __future__ import annotations

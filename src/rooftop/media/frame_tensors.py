@@ -72,7 +72,8 @@ def colours_of(frame: av.VideoFrame) -> Colours:
 
 
 def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = None, turned: Turned = UPRIGHT) -> Tensor:
-    """Convert a frame to the requested form: RGB (3, H, W), upright, or NV12 unchanged.
+    """Convert a frame to the requested form: RGB (3, H, W), upright; or NV12 (3 H / 2, W), the decoded samples, not
+    turned.
 
     Resizing is bilinear, with antialiasing (`resizing.py`).
 

@@ -294,7 +294,8 @@ class VideoReader:
         that start. So the time 2 / 30 s selects frame 2 even if the file rounds the frame's start to 0.067 s.
 
         Raises:
-            InputError: a time is before the first frame, or after the end of the last frame.
+            InputError: a time is before the first frame starts, after the last frame ends, or not finite. The end
+                itself selects the last frame.
         """
         if isinstance(times, (int, float)) or (isinstance(times, Tensor) and times.dim() != 1):
             raise InputError(f"times are {times!r}: expected a sequence of seconds, such as frames_at([1.5])")

@@ -30,20 +30,20 @@ ENCODED_AT_ONCE = 1 << 14  # samples
 
 
 class Timed(NamedTuple):
-    """A packet, and the time in seconds at which the packet's sound begins."""
+    """A packet, and the time in seconds, on the clock of the written video, at which the packet's sound begins."""
 
     seconds: Fraction
     packet: av.Packet[av.AudioStream]
 
 
 class CopiedSound:
-    """Copies all sound of a file, packet by packet, unchanged.
+    """Copies the packets of all sound streams of a file, without encoding them again.
 
     Args:
         container: the container to which the sound is added.
         path: path of the file with the sound.
-        start_s: time on the file's clock that becomes 0. If it is above 0, packets that begin before this time are
-            dropped.
+        start_s: time on the file's clock that becomes 0 in the written video. If it is above 0, packets that begin
+            before this time are dropped.
 
     Raises:
         InputError: the file does not exist or has no sound, or the container does not support the codec.
@@ -107,7 +107,8 @@ class CopiedSound:
             yield Timed(packet.pts * base, packet)
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Yield the remaining packets that begin before `seconds`, or all remaining packets if `seconds` is None."""
+        """Yield the remaining packets that begin before `seconds`, a time of the written video, or all remaining
+        packets if `seconds` is None."""
         while True:
             self._next = self._next or next(self._packets, None)
             if self._next is None or (seconds is not None and self._next.seconds >= seconds):
@@ -170,7 +171,8 @@ class EncodedSound:
             self._waiting.extend(self._stream.encode(frame))
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Yield the remaining packets that begin before `seconds`, or all remaining packets if `seconds` is None."""
+        """Yield the remaining packets that begin before `seconds`, a time of the written video, or all remaining
+        packets if `seconds` is None."""
         while self._waiting:
             packet = self._waiting[0]
             late = seconds is not None and packet.pts is not None and packet.pts * packet.time_base >= seconds

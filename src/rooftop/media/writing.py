@@ -81,10 +81,10 @@ class VideoWriter:
         pad: whether a size that does not fit the pixel format (odd, with yuv420p) is padded by repeating the last row
             and column. If False, such a size raises `InputError`.
         sound_from: a file from which all sound streams are copied, packet for packet.
-        sound_start_s: the time on the clock of `sound_from` that becomes 0. If it is above 0, packets that begin before
-            this time are dropped.
-        cut_sound: whether sound after the last frame is dropped, to the precision of a packet. If False, all sound is
-            kept.
+        sound_start_s: the time on the clock of `sound_from` that becomes 0 in the video. If it is above 0, packets that
+            begin before this time are dropped.
+        cut_sound: whether sound packets that begin after the end of the last frame (its time plus its duration) are
+            dropped. If False, all sound is kept.
 
     Attributes:
         size: (height, width) of the video; None before the first frame.
@@ -228,8 +228,8 @@ class VideoWriter:
                 `times`. The default is the last time plus 1 / fps.
 
         Raises:
-            InputError: a shape, dtype or size is not as expected, a value is not finite, times do not increase, or the
-                pixel format does not allow the size.
+            InputError: a shape, dtype or size is not as expected, a pixel or time is not finite, a time is negative,
+                times do not increase, or the pixel format does not allow the size.
             VideoWriteError: the encoder refuses its settings. After this error, the writer is closed and leaves no
                 file.
             DamagedVideoError: the copied sound cannot be read further. After this error, the writer is closed and
@@ -290,8 +290,8 @@ class VideoWriter:
             raise
 
     def write_sound(self, samples: Tensor, rate_hz: int, codec: str | None = None) -> None:
-        """Add sound, which starts at the start of the video. The first call must come before the first frame; more
-        calls may follow at any time.
+        """Add sound. Its first sample is at time 0, even if `times` shows the first frame later. The first call must
+        come before the first frame; more calls may follow at any time.
 
         Args:
             samples: (C, N) of a floating-point dtype, in -1..1, on any device, with 1 to 8 channels.
@@ -300,7 +300,7 @@ class VideoWriter:
                 the suffix of the file.
 
         Raises:
-            InputError: a shape or dtype is not as expected, the rate or codec differs from earlier calls, a value is
+            InputError: a shape or dtype is not as expected, the rate or codec differs from earlier calls, a sample is
                 not finite, `sound_from` was given too, or a frame is already written at the first call.
             VideoWriteError: the encoder refuses the settings or the samples. The writer is then closed, and leaves no
                 file.

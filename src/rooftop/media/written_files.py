@@ -20,7 +20,7 @@ def why_unreadable(path: Path, form: str, encoder: str, frames: int) -> str | No
 
     Args:
         path: the complete file.
-        form: FFmpeg's name of the format.
+        form: FFmpeg's name of the container format, such as mp4.
         encoder: the encoder that wrote the video.
         frames: number of frames in the video.
     """

@@ -52,8 +52,8 @@ class Bitmap(NamedTuple):
 
 
 def fit_bitmaps(indices: Tensor, shape: Geometry) -> bool:
-    """Whether to build the rulebook by bitmaps instead of hash tables: on a GPU (or in Triton's interpreter), if the
-    grid, its cells per site, the kernel and its steps are within the limits of this file."""
+    """Whether to build the rulebook by bitmaps instead of hash tables: on a GPU (or in Triton's interpreter), if cells,
+    cells per site, kernel volume, dilated kernel size, padding and stride are within the limits of this file."""
     if indices.device.type != "cuda" and not INTERPRETED:
         return False
     cells = max(_cells(shape, shape.in_shape), _cells(shape, shape.out_shape))

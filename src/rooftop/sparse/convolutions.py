@@ -9,7 +9,9 @@
 | `SparseConvTranspose1d` to `4d` | cells to which an input contributes | `torch.nn.ConvTranspose3d` on the dense grid |
 | `SparseInverseConv1d` to `4d` | the input sites of the layer with the same key | that layer's pairs, reversed |
 
-Layers with the same `indice_key` share one rulebook. Such layers must have the same geometry and the same sites.
+Layers with the same `indice_key` share one rulebook. Such layers must have the same geometry and the same input sites.
+An inverse layer must have the kernel size of the layer that it inverts, and its input sites are that layer's output
+sites.
 """
 
 from __future__ import annotations

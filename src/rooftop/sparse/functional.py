@@ -271,8 +271,8 @@ def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
-    """Add sparse tensors. The result contains each site of any of the tensors once, sorted by key, and no rulebooks.
-    The host waits for the device.
+    """Add sparse tensors. The result contains each site of any of the tensors once, in row-major order of (batch,
+    *coordinates), and no rulebooks. The host waits for the device.
 
     For tensors on the same sites, `x.replace_feature(x.features + y.features)` is faster.
 

@@ -93,8 +93,10 @@ class Rulebook:
             inverted.
         in_indices: (N, 1 + dims) int32 or int64, batch first.
         out_indices: (O, 1 + dims), sorted, with the dtype of in_indices. Equal to in_indices if `subm`.
-        table: the table `neighbours` and the forms derived from it (row orders, pair lists), shared by all layers.
-        reached: the table `reverse` and the forms derived from it; None for a submanifold convolution.
+        table: the table `neighbours` (the input row at each offset of each output) and the forms derived from it (row
+            orders, pair lists), shared by all layers that use this rulebook.
+        reached: the table `reverse` (the output row at each offset of each input) and the forms derived from it; None
+            for a submanifold convolution.
         faults: `Faults.flags`, (3,) int32 on the device of the indices. `check()` raises an error if a flag is set.
         bounded: whether a bound fixed the number of output rows, so that there may be rows that are not sites.
         inverse: whether this rulebook is the `swapped()` of another rulebook.

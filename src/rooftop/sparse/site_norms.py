@@ -240,6 +240,6 @@ def site_norm(
     x: Tensor, sites: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, eps: float,
 ) -> Six:  # fmt: skip
-    """Compute the results of `SiteNorm`. C++ replays recorded calls without Python, even if the number of rows
-    differs from the recorded call."""
+    """Compute the results of `SiteNorm`. C++ repeats calls without Python, even with another number of rows
+    (`repeated_calls.py`)."""
     return _site_norm(x, sites, weight, bias, running_mean, running_var, eps)

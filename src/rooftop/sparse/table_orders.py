@@ -49,7 +49,8 @@ def to_keep() -> AbstractContextManager[object]:
 
 
 class RowOrder(NamedTuple):
-    """Compute the row order for `sparse_conv` from a table (M, T). Tables with few rows keep their order."""
+    """Compute the result of `launches.row_order` for a neighbour table (M, T): the order of its rows for `sparse_conv`,
+    or the table in this order. Tables with few rows keep their order."""
 
     neighbours: Tensor
 
@@ -84,7 +85,7 @@ class RowPairs(NamedTuple):
         return pairs, self.neighbours.new_empty(taps)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Bytes: one read of the neighbour table, and one write of the pairs and their numbers."""
+        """Bytes: one read of the neighbour table, and one write of the pairs and of their number at each tap."""
         return Cost(distinct_bytes([self.neighbours]), distinct_bytes(made))
 
 

@@ -141,7 +141,7 @@ class SparseConvTensor:
         return self.derived(feature, self.indices, self.spatial_shape)
 
     def shadow_copy(self) -> SparseConvTensor:
-        """Return a new tensor with the same features, sites and rulebooks."""
+        """Return a new object that shares this tensor's features, sites and rulebooks, without a copy."""
         return self.derived(self.features, self.indices, self.spatial_shape)
 
     def minus(self) -> SparseConvTensor:
@@ -233,7 +233,7 @@ class SparseConvTensor:
 
     def coalesce(self, reduce: str = "sum") -> SparseConvTensor:
         """Merge rows of the same site, by the "sum", "mean", "max" or "min" of their features. The result's sites are
-        sorted.
+        in row-major order of (batch, *coordinates).
 
         The operation is differentiable and deterministic. Rows are reduced in ascending order of their numbers, and
         summed in float32 or wider. The host waits for the device. The result has no rulebooks.

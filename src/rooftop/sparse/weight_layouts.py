@@ -14,8 +14,8 @@ OWN_VERSION = 2
 
 
 def fitting(weight: Tensor, shape: tuple[int, ...]) -> list[str]:
-    """Return the layouts in which a weight fits a layer whose weight has `shape` (out, *kernel, in). A layout other
-    than KRSC is omitted if it equals KRSC for this shape."""
+    """Return the layouts in which a weight fits a layer whose weight has `shape` (out, *kernel, in). If KRSC fits, a
+    layout with the same element order in memory for this shape is omitted."""
     if weight.dim() != len(shape):
         return []
     found = [layout for layout in LAYOUTS if tuple(as_krsc(weight, layout).shape) == shape]

@@ -321,8 +321,8 @@ def command() -> None:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Check all options, show the pipeline schedule and the tokens of each rank, then exit. Without torchrun, the "
-    "check assumes one model replica: as many ranks as the product of --tensor-parallel-size, "
+    help="Check all options, show the pipeline schedule and which positions of a sequence each rank has, then exit. "
+    "Without torchrun, the check assumes one model replica: as many ranks as the product of --tensor-parallel-size, "
     "--pipeline-parallel-size and --context-parallel-size.",
 )
 @done_by("rooftop.cli.train:train_gpt")
