@@ -1,9 +1,10 @@
-"""Join, cut and reorder transport streams at random. Index, loop and FFmpeg must agree on each file, or report damage.
+"""Join, cut and reorder transport streams at random. For each file, index, loop and FFmpeg must count the same frames,
+or index and loop must report damage.
 
     python tests/media/joined_streams.py --files 1000 --seed 0
 
-A file that is reported as damaged must return the frames before the damage, each equal to FFmpeg's. The program prints
-violations; its exit status is 1 if there are any.
+A frame by position must equal the loop's frame and have the same time; in a damaged file it may be reported as damaged.
+The program prints violations; its exit status is 1 if there are any.
 """
 
 from __future__ import annotations
