@@ -1,4 +1,4 @@
-"""Fused steps raise the version counters of exactly the parameters that they change."""
+"""Fused steps raise the version counters of exactly the watched parameters that they change."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rooftop.nn.fused_steps import notice_fused_steps
+from rooftop.nn.fused_steps import after_fused_steps, notice_fused_steps
 from rooftop.train import AdamW
 
 
@@ -38,8 +38,8 @@ class Stepping(torch.optim.SGD):
 def test_a_step_raises_the_version_of_each_parameter_that_it_changes(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], changes: int
 ) -> None:
-    notice_fused_steps()
     own = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    notice_fused_steps(own)
     optimizer = make(own)
     for parameter in own[:2]:
         parameter.grad = torch.ones(4)
@@ -50,3 +50,23 @@ def test_a_step_raises_the_version_of_each_parameter_that_it_changes(
 
 def test_the_step_of_our_adamw_is_its_own() -> None:
     assert not AdamW.step.__module__.startswith("torch.")
+
+
+def test_other_parameters_of_the_process_stay_as_pytorch_leaves_them() -> None:
+    notice_fused_steps([nn.Parameter(torch.ones(4))])
+    other = nn.Parameter(torch.ones(4))
+    other.grad = torch.ones(4)
+    torch.optim.AdamW([other], fused=True).step()
+    assert other._version == 0
+
+
+def test_steps_are_told_until_the_handle_is_removed() -> None:
+    told: list[Tensor] = []
+    handle = after_fused_steps(told.extend)
+    own = nn.Parameter(torch.ones(4))
+    own.grad = torch.ones(4)
+    optimizer = torch.optim.AdamW([own], fused=True)
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert [id(each) for each in told] == [id(own)]

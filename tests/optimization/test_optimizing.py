@@ -150,7 +150,7 @@ def test_rules_by_plan_are_applied_without_a_search(tmp_path: Path) -> None:
         ("[" * 200_000, "is not a plan of rooftop.optimize (RecursionError"),
         (
             '{"version": 1, "rules": ["compile", "compile-blocks"]}',
-            "compile and compile-blocks, of which a search keeps",
+            "compile and compile-blocks, which exclude each other",
         ),
     ],
 )

@@ -15,6 +15,8 @@ arrays are not restored either.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftop.analysis import held_objects
 from rooftop.analysis.held_objects import Container, Held
-from rooftop.nn.fused_steps import notice_fused_steps
+from rooftop.nn.fused_steps import after_fused_steps
 from rooftop.words import first_line
 
 SMALL_BYTES = 4096  # maximum size of a tensor that is restored before each run
@@ -164,8 +166,10 @@ class _State:
         self.trains = False
         weights = () if isinstance(target, nn.Module) else (t for t in held.tensors if t.requires_grad and t.is_leaf)
         self._weights = [(weight, weight._version) for weight in weights if not weight.is_inference()]
+        self._stepped: set[int] = set()  # ids of parameters that a fused step has changed: versions do not show it
         if self._weights:
-            notice_fused_steps()
+            noted = after_fused_steps(_ids_into(self._stepped))
+            weakref.finalize(self, noted.remove)
         self._after_first: list[Container] | None = None
 
     def _held(self) -> Held:
@@ -188,7 +192,7 @@ class _State:
     def look(self) -> None:
         """Find the state that a run changed. Called after each run, because the first run may create objects for later
         runs: only what later runs change, too, is restored."""
-        if any(weight._version != version for weight, version in self._weights):
+        if any(weight._version != version or id(weight) in self._stepped for weight, version in self._weights):
             self.trains = True
             self.containers, self.changing, self._weights = [], [], []
         if self.trains:
@@ -207,6 +211,10 @@ class _State:
     def changed(self) -> list[Container]:
         """All changed containers, except logs."""
         return [each for each in self.containers if each.is_changed() and not each.logs()]
+
+
+def _ids_into(ids: set[int]) -> Callable[[list[Tensor]], None]:
+    return lambda tensors: ids.update(map(id, tensors))
 
 
 def _is_statistic(module: nn.Module, buffer: Tensor) -> bool:

@@ -10,31 +10,47 @@ On CPUs, the fused step of SGD leaves parameters in float16 and bfloat16 as they
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+_NOTICED: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by id
+
+
+def notice_fused_steps(tensors: Iterable[Tensor]) -> None:
+    """From now on, each fused step of PyTorch's optimizers raises the version counters of those of the given tensors
+    that it changes. Other tensors of the process stay as PyTorch leaves them."""
+    _NOTICED.update((id(tensor), tensor) for tensor in tensors)
+    _raise_versions()
 
 
 @functools.cache
-def notice_fused_steps() -> None:
-    """From now on, each fused step of PyTorch's optimizers in this process raises the version counters of the
-    parameters that it changes."""
-    register_optimizer_step_post_hook(_raise_versions)
+def _raise_versions() -> None:
+    def raised(changed: list[Tensor]) -> None:
+        torch.autograd.graph.increment_version([each for each in changed if _NOTICED.get(id(each)) is each])
+
+    after_fused_steps(raised)
 
 
-def _raise_versions(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise the version counters of the parameters with a gradient in fused groups. A step that is not PyTorch's own,
-    such as that of `rooftop.train.AdamW`, raises them itself.
+def after_fused_steps(call: Callable[[list[Tensor]], object]) -> RemovableHandle:
+    """Until the handle is removed, call `call` after each fused step of PyTorch's optimizers, with the parameters that
+    the step changed: those with a gradient in fused groups. A step that is not PyTorch's own, such as that of
+    `rooftop.train.AdamW`, raises version counters itself.
     """
-    if torch.compiler.is_compiling() or not type(optimizer).step.__module__.startswith("torch.optim."):
-        return
-    groups = [group for group in optimizer.param_groups if group.get("fused")]
-    changed = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
-    if changed:
-        torch.autograd.graph.increment_version(changed)
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not type(optimizer).step.__module__.startswith("torch.optim."):
+            return
+        groups = [group for group in optimizer.param_groups if group.get("fused")]
+        if changed := [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]:
+            call(changed)
+
+    return register_optimizer_step_post_hook(after)
 
 
 def skips_parameters(kind: type[torch.optim.Optimizer], parameters: Iterable[Tensor]) -> bool:

@@ -346,10 +346,10 @@ class _State:
     unproven: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        if self.candidate.frozen:
-            notice_fused_steps()
         contents = Contents.of(self.original)
         self.tensors = list(contents.tensors.values())
+        if self.candidate.frozen:
+            notice_fused_steps(self.tensors)
         self.strided = [tensor for tensor in self.tensors if tensor.layout == torch.strided]
         self.versions, self.addresses, self.kinds = self._versions(), self._addresses(), self._kinds()
         self.hooks = RemovableHandle.next_id

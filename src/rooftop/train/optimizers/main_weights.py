@@ -51,7 +51,6 @@ class MainWeights:
         self._model_has: dict[Tensor, nn.Parameter] = {}
         if not self.narrow:
             return
-        notice_fused_steps()
         self.named = {
             name: nn.Parameter(parameter.detach().clone(), parameter.requires_grad) for name, parameter in own.items()
         }
@@ -59,6 +58,7 @@ class MainWeights:
         self._every: list[Tensor] = list(own.values())
         self._model_has = {self.named[name]: parameter for name, parameter in own.items()}
         self._main_of = {parameter: main for main, parameter in self._model_has.items()}
+        notice_fused_steps([*self._every, *self.named.values()])
         self.synchronized()
         for name, parameter in own.items():
             if parameter.requires_grad:
@@ -66,6 +66,8 @@ class MainWeights:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        if self.narrow:
+            notice_fused_steps([*self._every, *self.named.values()])
         self.synchronized()  # the version counters of new copies begin at 0 again
 
     @torch.no_grad()
