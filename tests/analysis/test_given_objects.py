@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
 import rooftop
@@ -454,9 +455,12 @@ def test_hooks_of_a_weight_are_part_of_a_prediction(ceilings: Ceilings) -> None:
     assert products(report) == layer + 2 * (2 * 8 * 8 * 8)
 
 
-def test_a_callable_that_trains_goes_on_as_its_weights_do(ceilings: Ceilings) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_callable_that_trains_goes_on_as_its_weights_do(ceilings: Ceilings, fused: bool) -> None:
+    """Fused steps of PyTorch do not raise the version counter of the weight. The analysis leaves that as it is."""
     weight, losses, x = nn.Parameter(torch.ones(8, 8)), list[Tensor](), torch.ones(2, 8)
-    optimizer = torch.optim.SGD([weight], lr=1e-5)
+    optimizer = torch.optim.SGD([weight], lr=1e-5, fused=fused)
+    hooks = len(_global_optimizer_post_hooks)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -468,6 +472,8 @@ def test_a_callable_that_trains_goes_on_as_its_weights_do(ceilings: Ceilings) ->
     rooftop.analyze(step, ceilings=ceilings)
     assert len(losses) > 3
     assert not torch.equal(weight, torch.ones(8, 8))
+    assert (weight._version == 0) == fused
+    assert len(_global_optimizer_post_hooks) == hooks
 
 
 def test_optimizers_that_a_module_steps_itself_leave_no_trace(ceilings: Ceilings) -> None:

@@ -70,3 +70,15 @@ def test_steps_are_told_until_the_handle_is_removed() -> None:
     handle.remove()
     optimizer.step()
     assert [id(each) for each in told] == [id(own)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_on_a_gpu_raises_the_version_once(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    own, other = (nn.Parameter(torch.ones(64, device="cuda")) for _ in range(2))
+    notice_fused_steps([own])
+    for parameter in (own, other):
+        parameter.grad = torch.ones_like(parameter)
+    kind([own, other], lr=0.1, fused=True).step()
+    assert (own._version, other._version) == (1, 0)
+    assert bool((own < 1).all())

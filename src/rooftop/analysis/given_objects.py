@@ -15,8 +15,6 @@ arrays are not restored either.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,6 +103,7 @@ class GivenObjects:
 
     def put_all_back(self) -> None:
         """Restore all objects at the end of the measurement."""
+        self._state.end()
         for container in (*self._containers, *self._state.changed()):
             if container.is_changed():
                 container.put_back()
@@ -167,9 +166,7 @@ class _State:
         weights = () if isinstance(target, nn.Module) else (t for t in held.tensors if t.requires_grad and t.is_leaf)
         self._weights = [(weight, weight._version) for weight in weights if not weight.is_inference()]
         self._stepped: set[int] = set()  # ids of parameters that a fused step has changed: versions do not show it
-        if self._weights:
-            noted = after_fused_steps(_ids_into(self._stepped))
-            weakref.finalize(self, noted.remove)
+        self._noted = after_fused_steps(lambda tensors: self._stepped.update(map(id, tensors)))
         self._after_first: list[Container] | None = None
 
     def _held(self) -> Held:
@@ -208,13 +205,13 @@ class _State:
             owners = {id(container.owner) for container in growing}
             self.changing = [each for each in self.changing if id(each.owner) in owners]
 
+    def end(self) -> None:
+        """Call once after the last run."""
+        self._noted.remove()
+
     def changed(self) -> list[Container]:
         """All changed containers, except logs."""
         return [each for each in self.containers if each.is_changed() and not each.logs()]
-
-
-def _ids_into(ids: set[int]) -> Callable[[list[Tensor]], None]:
-    return lambda tensors: ids.update(map(id, tensors))
 
 
 def _is_statistic(module: nn.Module, buffer: Tensor) -> bool:
