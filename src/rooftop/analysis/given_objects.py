@@ -73,7 +73,8 @@ class GivenObjects:
                     torch._foreach_copy_([v.tensor for v in self._small], [v.here for v in self._small])
 
     def _is_laid_out(self, value: _Value) -> bool:
-        """Restore the tensor's original shape and memory. Return whether that was possible."""
+        """Restore the tensor's original storage, shape and strides, but not its contents. Return whether that was
+        possible."""
         try:
             value.lay_out()
         except RuntimeError as error:  # the tensor is a view that has become part of an autograd graph
@@ -210,7 +211,7 @@ class _State:
         self._noted.remove()
 
     def changed(self) -> list[Container]:
-        """All changed containers, except logs."""
+        """All changed containers, except logs (see `Container.logs`)."""
         return [each for each in self.containers if each.is_changed() and not each.logs()]
 
 
@@ -240,13 +241,14 @@ class _Value:
         return self.is_written() or self.is_moved()
 
     def is_moved(self) -> bool:
-        """Whether the tensor's shape or memory differs from that before the first run, or it now requires gradients."""
+        """Whether the tensor's storage, shape or strides differ from those before the first run, or it now requires
+        gradients."""
         same = _layout(self.tensor) == self._layout
         same = same and self.tensor.untyped_storage()._cdata == self._storage._cdata
         return not same or self.tensor.requires_grad
 
     def lay_out(self) -> None:
-        """Restore the tensor's shape and memory, and detach the tensor from the autograd graph."""
+        """Restore the tensor's storage, shape and strides, and detach the tensor from the autograd graph."""
         if not self.is_moved():
             return
         if self.tensor.grad_fn is not None:

@@ -203,8 +203,8 @@ def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTim
 def _traced_more_ms(program: Program, clock: StepClock, plain: Plain, times: KernelTimes) -> float | None:
     """See `Profile.traced_more_ms`.
 
-    If a step asks PyTorch whether it is being compiled (`torch.compiler.is_compiling`) or captured, measure steps for
-    which PyTorch answers yes. None if such a step raises.
+    If a step asks PyTorch whether it is being compiled (`torch.compiler.is_compiling`) or captured into a CUDA graph,
+    measure steps to which PyTorch answers yes. None if such a step raises.
     """
     questions = TracingQuestions()
     with questions.noticed():

@@ -125,8 +125,8 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
 
 
 def _watched(laps: Laps) -> list[Watched]:
-    """The labelled steps of the latest stage (first `whole`, then `early`, then `labelled`) whose last step ran an
-    operator. Later steps represent the program better."""
+    """The labelled steps of one stage. The stages `whole`, `early` and `labelled` run in this order. The latest stage
+    whose last step ran an operator is chosen, because later steps represent the program better."""
     candidates = [laps.labelled, [laps.early] if laps.early else [], [laps.whole] if laps.whole else []]
     return next((found for found in candidates if found and found[-1].labelled.records), [])
 

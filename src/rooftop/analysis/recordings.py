@@ -503,8 +503,8 @@ class Recording:
 
     @property
     def _needed(self) -> int:
-        """Number of steps that a complete recording needs. If the first stage is `whole` and the steps end without an
-        optimizer, this stage takes two of the program's steps, so one more is needed.
+        """Number of steps that a complete recording needs. If the first stage is `whole` and the marker that ends the
+        steps is not an optimizer's step, this stage takes two of the program's steps, so one more is needed.
         """
         planned = self._planned_where(self._runs_compiled)
         undecided = planned[0].name == "whole" and self._finder is not None and self._finder.level != Level.OPTIMIZER

@@ -261,8 +261,8 @@ class StepFinder:
         self._stepped = optimizer
 
     def _optimizer_ended(self, raised: bool) -> None:
-        """Handle the end of an optimizer's step, which marks the end of a step of the program. An optimizer that wraps
-        another optimizer has stepped when its own step ends."""
+        """Handle the end of an optimizer's step, which marks the end of a step of the program. If an optimizer wraps
+        another one, only the end of the outer optimizer's step counts."""
         if self._is_elsewhere():
             return
         if raised:  # the step raised, so its last hook did not run

@@ -175,7 +175,7 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
 
 def _on_each_rank(work: Callable[[], Target]) -> Target:
     """Run a function and return its result. If it fails on any of several ranks, all ranks raise the same
-    MeasurementError, which names the first rank that failed."""
+    MeasurementError, which names the rank that failed earliest."""
     if not several_ranks():
         return work()
     here: list[Target] = []

@@ -308,7 +308,8 @@ class _Training:
         return fit(task, recipe, device=self.world.device.type, out=folder, resume=True, observers=observers)
 
     def _observers(self, recipe: Recipe, progress: Callable[[str, float], None]) -> list[Observer]:
-        """Create the observers for the terminal and, if their packages are installed, for TensorBoard and the page."""
+        """Create the observers for the terminal, for TensorBoard if it is installed, and for the HTML page (`PAGE`) if
+        it is wanted and Plotly is installed."""
         observers: list[Observer] = [Terminal(recipe, click.echo, _warn, progress)]
         if not missing([EVENT_FILES]):
             observers.append(Shielded(TensorBoard(self.folder / "tensorboard", recipe), "TensorBoard", _warn))

@@ -291,8 +291,9 @@ class Decoders:
             process.connection.send((slot, [each.item for each in task]))
 
     def _slot(self, process: _Process, items: int) -> int:
-        """Choose the slot of shared memory for a task's tensors. If twice their expected bytes fit, return a free slot
-        whose memory the worker then uses without a copy; otherwise a slot from which the worker copies the tensors."""
+        """Choose the slot of shared memory for a task's tensors. If one slot has room for twice their expected bytes,
+        return a free slot whose memory the worker's tensors use without a copy. Otherwise, or if no such slot is free,
+        or if the bytes are unknown, return a slot from which the worker copies the tensors."""
         if self._lends and 0 < 2 * self._size * items <= LENT_BYTES and process.arena.free:
             return process.arena.free.popleft()
         used = [slot for slot, _ in process.tasks]

@@ -303,8 +303,8 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
-    """The rows below the header. Several columns may have no name, as at the end of a spreadsheet's rows, but then only
-    the last of these columns may have content."""
+    """The rows below the header. Several columns of the header may have no name, as at the end of a spreadsheet's
+    rows. In every row, all of these columns except the last one must be empty."""
     csv.field_size_limit(max(csv.field_size_limit(), MOST_CHARACTERS))
     with open(source, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = _csv_cells(file)
@@ -394,7 +394,7 @@ def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and dicts in a value are nested more than this number of levels."""
+    """Whether lists and dicts are nested more than this number of levels. A list or dict `value` is itself level 1."""
     if not isinstance(value, (dict, list)):
         return False
     inside = value.values() if isinstance(value, dict) else value

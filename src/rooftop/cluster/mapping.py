@@ -367,7 +367,7 @@ class _Run:
         return self.items - sum(rows.num_rows for rows in self._unsettled)
 
     def show(self, what: str) -> None:
-        """Show the current work on the progress bar."""
+        """Show the activity `what` and the finished fraction of the files (0 if unknown) on the progress bar."""
         if self.progress is not None:
             self.progress(what, (self.done + self.items) / self.files if self.files else 0.0)
 
@@ -441,9 +441,12 @@ class _Run:
         self._size = self._next_size(chunk, outcome, batch)
 
     def _next_size(self, chunk: Chunk, outcome: Outcome, batch: int) -> int:
-        """The number of items in later chunks, from the times of a finished chunk: CHUNK_S of work in whole batches, at
-        most twice as many items as that chunk, within MOST_ITEMS and MOST_BYTES. Until all columns have types, it is
-        twice as many, at most LEARNED_FROM."""
+        """The number of items in each later chunk, from the times of a finished chunk: about CHUNK_S of work, at most
+        MOST_ITEMS items, MOST_BYTES of results, and twice the items of the finished chunk or of a batch. The number is
+        rounded down to whole batches, but is at least one batch.
+
+        Until the types of the columns are final, it is twice the items of the finished chunk, at most LEARNED_FROM.
+        """
         if not self._final:
             return min(2 * len(chunk.items), LEARNED_FROM)
         size = outcome.batch.nbytes / len(chunk.items)

@@ -98,7 +98,8 @@ class Arena:
 
 
 def _place(slot: int) -> tuple[int, int]:
-    """Return (first byte, size in bytes) of a slot. The slots from which tensors are copied come first."""
+    """Return (first byte, size in bytes) of a slot. The COPIED_SLOTS, from which the worker copies tensors, come before
+    the LENT_SLOTS, whose memory the worker's tensors use."""
     if slot < COPIED_SLOTS:
         return slot * COPIED_BYTES, COPIED_BYTES
     return COPIED_SLOTS * COPIED_BYTES + (slot - COPIED_SLOTS) * LENT_BYTES, LENT_BYTES

@@ -316,7 +316,8 @@ def _holds_times(kind: Any) -> bool:
 
 
 def _clocks(value: Any) -> Iterator[str]:
-    """Yield the kind of each date and time in a value: "date", "time" (without a time zone) or "time in a zone"."""
+    """Yield the kind of each `date` and `datetime` in a value: "date", "time" (a datetime without a time zone) or "time
+    in a zone" (a datetime with one)."""
     if isinstance(value, datetime):
         yield "time" if value.tzinfo is None else "time in a zone"
     elif isinstance(value, date):
@@ -327,8 +328,9 @@ def _clocks(value: Any) -> Iterator[str]:
 
 
 def _is_lossy(found: Any, fitting: Any) -> bool:
-    """Whether a cast has changed decimals or whole numbers, or has made finite floats infinite. Other floats may be
-    rounded to the column's precision. Arrow does not check floats, and misses some overflows of decimals.
+    """Whether a cast has changed a decimal or a float that is a whole number, or has made a finite float infinite.
+    Floats that are not whole numbers may be rounded to the column's precision. Arrow does not check casts from float to
+    float, and misses some overflows of decimals.
 
     Args:
         found, fitting: the array before and after the cast.
@@ -387,7 +389,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _difference(row: Row, columns: Any) -> str | None:
-    """Describe how a row's columns differ from the known columns; None if they are the same."""
+    """Describe which of the known columns a row lacks, and which others it has; None if the names are the same."""
     missing = [name for name in columns.names if name not in row]
     more = [name for name in row if name not in columns.names]
     if not missing and not more:

@@ -214,8 +214,7 @@ class _Progress:
             self._convert()
 
     def add_table(self, results: Any) -> None:
-        """Add the results of the next items: a pyarrow.RecordBatch with the columns in `columns`, and without
-        errors."""
+        """Add the results of the next items, none of which failed: a pyarrow.RecordBatch with the schema `columns`."""
         self._convert()
         items = self.chunk.items[self.done : self.done + results.num_rows]
         self.tables.append(with_items(items, results))
@@ -365,8 +364,8 @@ class Workshop:
         return row
 
     def _device_s(self) -> float | None:
-        """Seconds that the device has spent on finished calls. None if the target is not pipelined: the host's clock
-        then measures the calls."""
+        """Seconds that the device has spent on all calls that the target has finished so far. None if the target is not
+        pipelined: the host's clock then measures the calls."""
         return None if self._pipelined is None else self._pipelined.device_s
 
 

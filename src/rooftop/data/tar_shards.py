@@ -307,7 +307,8 @@ def _shards(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
 
 
 def _spread(text: str) -> list[Path]:
-    """Expand a pattern to paths: number ranges in braces, as in a shell, or * and ?."""
+    """Expand a pattern to paths. Number ranges in braces, such as {000..127}, are expanded first, then the wildcards of
+    `glob`."""
     ranged = re.search(r"\{(\d+)\.\.(\d+)\}", text)
     if ranged is not None:
         first, last = ranged[1], ranged[2]

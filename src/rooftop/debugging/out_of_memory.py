@@ -258,7 +258,8 @@ class _Watched:
             self._optimizers.append(ref(optimizer))
 
     def scope(self, module: nn.Module, running: Sequence[str]) -> str:
-        """The scope of a call (see `ModulePaths`)."""
+        """The scope of a module that is called inside calls of other modules (see `ModulePaths.of_call`). A module that
+        is in no known root becomes a root."""
         if not self._paths.knows(module):
             self.add_root(module)
         return self._paths.of_call(module, running)
@@ -439,8 +440,8 @@ def _line(record: Mapping[str, Any]) -> SourceLine | None:
 
 
 def _known_tensors(roots: Iterable[tuple[str, nn.Module]], optimizers: Iterable[Optimizer]) -> dict[int, KnownTensor]:
-    """Tensors by the address of their storage: first the named tensors of modules and optimizers, then all other
-    tensors in Python.
+    """One tensor on a GPU for each storage, by the storage's address. A named tensor of a module or optimizer takes
+    precedence over other tensors in Python that share its storage.
     """
     found: dict[int, KnownTensor] = {}
 

@@ -99,8 +99,8 @@ def _without_launch(seconds: float, launch_s: float) -> float:
 
 
 def _patterns(whole: Tensor) -> Iterator[Candidate]:
-    """The access patterns to time (read, write, copy, ...), each within the same block of memory, `whole` (n,) in
-    float32.
+    """The access patterns to time (read, write, copy, ...) for one working set, the memory of `whole`: (n,) in float32.
+    Each pattern stays within this memory.
     """
     half, third = whole.numel() // 2, whole.numel() // 3
     total = torch.empty(())

@@ -90,8 +90,9 @@ def _measure_at(samples: Samples, device: torch.device, size: int, whole: Tensor
 def _preparations(source: Tensor | None, elsewhere: Tensor, sums: Tensor) -> Iterator[Work]:
     """Functions that set the contents of the caches before the timed kernel begins.
 
-    The caches then contain one of these: the data of the previous run of the call, the unchanged input, the freshly
-    written input, or (for patterns that only write) other data that need no write-back.
+    The first function does nothing, so the caches contain the data of the call's previous run. The second reads the
+    pattern's input `source`, and the third overwrites it. If the pattern only writes (`source` is None), the second and
+    last function reads other memory instead, so the caches contain data that need no write-back.
     """
     yield nothing
     if source is None:
@@ -103,7 +104,8 @@ def _preparations(source: Tensor | None, elsewhere: Tensor, sums: Tensor) -> Ite
 
 
 def _patterns(whole: Tensor, sums: Tensor) -> Iterator[_Pattern]:
-    """All access patterns within one block of memory, `whole` (n,) in float32."""
+    """All access patterns for one working set, the memory of `whole`: (n,) in float32. Each pattern stays within this
+    memory."""
     total = torch.empty((), device=whole.device)
     half, third = _aligned(whole.numel() // 2), _aligned(whole.numel() // 3)
     sizes = (kernels.LARGE, kernels.SMALL)

@@ -128,7 +128,8 @@ def _copying(to: Tensor, source: Tensor) -> Callable[[], Any]:
 
 
 def _links(samples: Samples, device: torch.device) -> None:
-    """Measure the rate of copies to the next GPU, and the best bus bandwidth of collectives over all GPUs."""
+    """Measure the rate of copies to the GPU with the next index, and for each collective over all GPUs the highest bus
+    bandwidth of all message sizes."""
     # imported here, because the processes that `collective_rates` starts run that file as their main module: if the
     # package itself imported it, they would load it twice
     from rooftop.hardware.collectives import collective_rates

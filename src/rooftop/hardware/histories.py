@@ -306,7 +306,7 @@ Entry = TypeVar("Entry", Measurement, Raise)
 
 
 def _union(some: Iterable[Entry], others: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The distinct entries (measurements or raises) of both, in order of time."""
+    """The distinct entries of both (each a `Measurement`, or each a `Raise`), in order of time."""
     by_text = {_text(each): each for entries in (some, others) for each in entries}
     return tuple(by_text[text] for text in sorted(by_text, key=lambda text: (by_text[text].at, text)))
 

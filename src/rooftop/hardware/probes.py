@@ -101,7 +101,7 @@ def full_precision() -> Iterator[None]:
 
 
 def _readable(read: Callable[[], Any]) -> Any:
-    """The value of one of PyTorch's older switches; None if it disagrees with a newer one."""
+    """The value of one of PyTorch's older switches; None if PyTorch raises because a newer switch disagrees."""
     try:
         return read()
     except RuntimeError:

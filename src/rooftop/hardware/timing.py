@@ -223,10 +223,10 @@ def is_sure(gains: Sequence[float]) -> bool:
 
 
 def _most_losses(rounds: int) -> int:
-    """The largest number of losses (rounds without a gain) with which a gain is sure: one round in six.
+    """The largest number of losses (rounds without a gain) with which a gain is sure: the larger of two numbers.
 
-    Of many rounds, more may be lost, as long as equally fast variants would have so few losses only with a probability
-    under `BY_CHANCE`.
+    The first is one round in six. The second is the largest number of losses such that equally fast variants would have
+    so few losses only with a probability under `BY_CHANCE`.
     """
     ways, most = 0, -1
     while (ways := ways + math.comb(rounds, most + 1)) < BY_CHANCE * 2**rounds:

@@ -46,7 +46,7 @@ def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator], on_gp
 
 
 def _kind(record: Record) -> str:
-    """The convolution's key in `TIME_CHANNELS_LAST`. A small convolution that narrows counts as small."""
+    """The first key of `TIME_CHANNELS_LAST` that fits the convolution. The module's docstring defines the keys."""
     if _is_grouped(record):
         return "grouped"
     if _is_small(record):

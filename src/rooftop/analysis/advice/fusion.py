@@ -42,9 +42,11 @@ SUMS_OVER_ROWS = {
     *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_batch_norm_backward", "batch_norm_backward"),
     *("cudnn_batch_norm_backward", "native_group_norm_backward"),
 }
-"""Operators of `ROW_REDUCTIONS` that need sums over all rows. The sums take a second pass over the kernel's input."""
+"""Operators of `ROW_REDUCTIONS` that also add up all rows (one sum for each column or channel). The sums take a second
+pass over the kernel's input.
+"""
 BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm_with_update"}
-"""Operators of `ROW_REDUCTIONS` that need sums over all rows only in training."""
+"""Operators of `ROW_REDUCTIONS` that add up all rows only in training."""
 LONGEST_ROW_BYTES = 64 * 1024  # bytes of a row that one block keeps on the chip; longer rows are read twice
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
 """Reductions that a compiler fuses with neighbouring operators if the reduction is along rows. A reduction over columns
@@ -52,7 +54,7 @@ gets a separate kernel.
 """
 USUAL_SHARE = 0.85  # share of the roof that elementwise kernels usually reach
 SUMMING = 0.85
-"""Bandwidth of a compiled kernel that also sums over all rows, as a share of an elementwise kernel's bandwidth."""
+"""Bandwidth of a compiled kernel that also adds up all rows, as a share of an elementwise kernel's bandwidth."""
 OTHERS_ON_ELEMENTS = {
     *("_to_copy", "copy_", "clone", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros"),
     *("native_dropout", "native_dropout_backward", "bernoulli_", "masked_fill_", "constant_pad_nd"),
@@ -304,7 +306,8 @@ class _Traffic:
         return known
 
     def sums_over_rows(self, group: int) -> bool:
-        """Whether an operator of a group needs sums over all rows of its input, and so reads its input twice."""
+        """Whether an operator of a group adds up the rows of its input (one sum for each column or channel), and so
+        reads its input twice."""
         members = [self._operators[place] for place in self._groups[group]]
         return any(_plain(op) in SUMS_OVER_ROWS or (_plain(op) in BATCH_STATISTICS and _trains(op)) for op in members)
 

@@ -63,7 +63,7 @@ def is_dynamic(graph: fx.Graph) -> bool:
 
 
 def _symbolic(graph: fx.Graph) -> Iterator[Any]:
-    """Every number of the graph that is an expression of symbols."""
+    """Every scalar of the graph, and every size and stride of its tensors, that is an expression of symbols."""
     for node in graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
             sizes = (*value.shape, *strides_of(value)) if isinstance(value, Tensor) else (value,)

@@ -63,7 +63,8 @@ def _buffers(captured: Iterable[Any]) -> list[Tensor]:
 
 
 def _visible_pairs(query: Tensor, key: Tensor, block_mask: tuple[Any, ...]) -> Callable[[], int]:
-    """Pairs of a query and a key in the blocks of a mask, over all sequences and heads.
+    """A function that counts the pairs of a query and a key in the blocks that a mask keeps, over all sequences and
+    heads. All pairs of a partly kept block count.
 
     Args:
         query, key: (B, H, S_q, D) and (B, H', S_k, D).

@@ -60,7 +60,7 @@ def embedding_bag_backward(call: Call) -> Cost:
 
 
 def _bags(call: Call) -> Tensor:
-    """The argument that maps indices to bags. For sums PyTorch leaves `offset2bag` empty."""
+    """The argument that maps indices to bags: `offset2bag`, or `offsets` if `offset2bag` is empty, as for sums."""
     bags: Tensor = call["offset2bag"]
     return bags if bags.numel() or "offsets" not in call else call["offsets"]
 

@@ -80,8 +80,8 @@ POINTWISE: dict[str, int] = {
 
 
 def _pointwise(flops: int) -> Formula:
-    """A formula for dequantizing each quantized operand (one element for each result), computing, and quantizing the
-    result."""
+    """A formula that counts, for each element of the result: dequantizing one element of each quantized operand,
+    `flops`, and quantizing the element."""
 
     def per_element(call: Call) -> int:
         return DEQUANTIZE * sum(t.is_quantized for t in call.read_tensors) + flops + QUANTIZE
@@ -97,7 +97,8 @@ cost_of(*_quantized("cat cat_relu"))(streaming())
 
 
 def _integer_product(call: Call, products: int, weight_bytes: int, epilogue: int) -> Cost:
-    """Cost of `products` multiply-adds in the input's dtype, and of `epilogue` flops for each result."""
+    """Cost of `products` multiply-adds in total, in the input's dtype, and of `epilogue` flops for each element of the
+    result."""
     source = call.read_tensors[0]
     flops = merged(matrix_flops(source, products), arithmetic(epilogue * call.out.numel(), [call.out]))
     return Cost(distinct_bytes(call.read_tensors) + weight_bytes, tensor_bytes(call.out), flops)

@@ -394,7 +394,8 @@ class WindowAttentionBackward(NamedTuple):
 
 
 def _precision(arguments: Sequence[Any]) -> str | None:
-    """The PyTorch setting for the precision of float32 products; None if the inputs are not float32."""
+    """The precision of matrix products of float32 inputs, "fp32" or "tf32", from PyTorch's switches. None if the inputs
+    are not float32."""
     return matrix_precision(arguments[0]) if arguments[0].dtype == torch.float32 else None
 
 

@@ -167,7 +167,7 @@ class ConvAct(NamedTuple):
 
 
 def _without_cudnn(arguments: Sequence[Any]) -> str | None:
-    """The PyTorch setting on which the plan depends: whether cuDNN is enabled."""
+    """The PyTorch setting on which the plan depends: None if cuDNN is enabled, otherwise "without cuDNN"."""
     return None if torch.backends.cudnn.enabled else "without cuDNN"
 
 

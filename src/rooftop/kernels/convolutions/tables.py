@@ -310,7 +310,8 @@ def _of_groups(problem: Problem, library: Backend) -> ConvPlan:
 def _library_is_faster(geometry: Geometry) -> bool:
     """Whether, at many pixels, cuDNN followed by a separate pass should be faster than the kernel "gathered".
     Measurements at batch 128 showed this for two groups of 24 channels each, and for 4 to 16 groups of 56 channels
-    each, all with a stride of 1. The bounds in the code also include similar groups, and up to 32 channels any stride.
+    each, all with a stride of 1. The bounds in the code are wider: fewer than 4 groups of up to 32 channels each at any
+    stride, and any number of groups of 33 to 64 channels each at a stride of 1.
     """
     channels, _ = geometry.of_group
     return geometry.groups < 4 if channels <= 32 else channels <= 64 and geometry.stride == (1, 1)

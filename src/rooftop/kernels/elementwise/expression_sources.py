@@ -123,7 +123,8 @@ def _flat(
     body: Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
     used: list[int],
 ) -> list[str]:  # fmt: skip
-    """Source lines of the flat kernel, which computes one index for all tensors, and of its function for one block."""
+    """Source lines of the flat kernel, in which an element has the same index in all tensors, and of the function that
+    this kernel calls to compute one block of elements."""
     steps = [f"a{i}_step" for i in used if (access := body.layout.accesses[i]) and access.column == 2]
     arguments = ", ".join([*names, "elements", *steps])
     for i in used:
