@@ -141,8 +141,8 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _may_go_with_others(tensor: Tensor) -> bool:
-    """Whether a tensor may be copied in one buffer with others: it is strided, has at most `COALESCED_BYTES`, no
-    gaps or overlaps in memory, and no class other than `Tensor` or `nn.Parameter`."""
+    """Whether a tensor may be copied in one buffer with others: it is strided and small (at most `COALESCED_BYTES`),
+    has no gaps or overlaps in memory, and its class is `Tensor` or `nn.Parameter`."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
