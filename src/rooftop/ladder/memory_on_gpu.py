@@ -192,8 +192,8 @@ Measured = tuple[Chain, int, Stream, int]
 
 
 def _levels(device: torch.device, units: int, l2: int, far: int) -> dict[str, Callable[[], Measured]]:
-    """A function for each level, the nearest level first. The function returns a chain, the chain's number of hops, a
-    stream, and the size in bytes of the memory that the chain reads."""
+    """A function for each level, the nearest level first. Each function returns a `Chain` to measure latency, its
+    number of hops, a `Stream` to measure bandwidth, and the size in bytes of the memory that the chain reads."""
     wide = 2 * units  # two blocks of 1,024 threads per multiprocessor, which holds no more
 
     def registers() -> Measured:

@@ -215,8 +215,8 @@ def _timed(
     ladder: SpeedLadder, outcomes: list[SpeedOutcome], took: list[float], device: torch.device, seconds: float
 ) -> dict[int, Timing]:
     """Time all rungs with a correct result. Return the timings by the rung's index. Rungs that are timed in the same
-    way (`SpeedRung.clock`) are interleaved. On the host there are three such groups: slow
-    rungs, rungs with a `part`, and all others.
+    way (`SpeedRung.clock`) are interleaved. On the host there are three such groups: rungs of which only a part of the
+    work is timed (`SpeedRung.part`), other slow rungs, and all others.
     """
     right = {place: rung for place, rung in enumerate(ladder.rungs) if outcomes[place].status == CHECKED}
 

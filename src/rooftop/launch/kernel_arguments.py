@@ -201,8 +201,8 @@ def _boolean(what: str) -> Converter:
 
 def _integer(what: str, dtype: torch.dtype) -> Converter:
     """Make the function that converts an int to a kernel argument of this dtype. `cuda.core` copies eight bytes of
-    the int; the kernel reads as many of the lowest bytes as its dtype has. Values of 2^63 or more need an explicit
-    type.
+    the int; the kernel reads as many of the lowest bytes as its dtype has. Values of 2^63 or more need an
+    explicit type, so the converter wraps them in `ctypes.c_uint64`.
     """
     limits = torch.iinfo(dtype)
     least, most = limits.min, limits.max

@@ -181,8 +181,8 @@ def _varying_of(lesson: Lesson, kept: Sequence[int], of_operator: Sequence[int |
     gradient of a result. Both lists are empty if no size varies in this call.
 
     Raises:
-        Unplanned: in memory that the call allocated, a size other than the first one varies, or an operator of PyTorch
-            allocated the memory.
+        Unplanned: a size varies in this call, and an operator of PyTorch allocated one of these tensors; or the call
+            allocated one of them, and a size other than its first varies.
     """
     if not lesson.varies:
         return [], []

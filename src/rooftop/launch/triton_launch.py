@@ -61,7 +61,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
 def _launch(
     kernel: Any, grid: tuple[int, ...], device: torch.device, args: Sequence[Any], parameters: dict[str, Any]
 ) -> Any:
-    """Launch the kernel. Return the compiled kernel, or None if `start` does not return one."""
+    """Launch the kernel. Return the result of `compiled_kernels.start`; None if Triton interprets the kernel."""
     if INTERPRETED:
         kernel.run(*args, grid=grid, warmup=False, **parameters)
         return None

@@ -65,8 +65,8 @@ def _has_rows(x: Tensor) -> bool:
 
 
 def _is_of(x: Tensor, width: int) -> bool:
-    """Whether x (..., channels) can be viewed as numbers of `width` bytes: either its numbers have this size, or its
-    elements with all channels have exactly this size, and offset and steps are multiples of it.
+    """Whether x (..., channels) can be viewed as numbers of `width` bytes. It can if its numbers have this size. It
+    also can if an element with all channels has this size, and the offset and all steps are multiples of this size.
     """
     own = x.element_size()
     steps = [x.storage_offset(), *x.stride()[:-1]]

@@ -312,7 +312,8 @@ class _Writer:
     # The store.
 
     def _within_limits(self, place: int, dtype: torch.dtype, known: Bounds | None, depth: int) -> int:
-        """Round and saturate a value, in a scratch register of its dtype."""
+        """Round and saturate the value in register `place` for `depth`. Return a new scratch register of `dtype` with
+        the result."""
         out = self.room(dtype)
         limits = depth_bounds(depth)
         assert limits is not None

@@ -250,7 +250,7 @@ class ClipLoader:
         return torch.randperm(len(self.dataset), generator=generator).tolist()
 
     def __iter__(self) -> Iterator[ClipBatch]:
-        """Yield the batches of the pass with the number `epoch`, and add 1 to `epoch`.
+        """Yield the batches of the pass with the number `epoch`. Before the first batch, `epoch` increases by 1.
 
         Raises:
             DamagedVideoError: a clip cannot be decoded; raised when the clip's batch is requested. If the dataset skips

@@ -292,8 +292,8 @@ class Decoder:
         self._check_end(count if self._whole else None, end)
 
     def _check_end(self, count: int | None, end: int | None) -> None:
-        """Raise `Broken` if the file is incomplete. AVI, Matroska, ASF and MXF files may state their size in bytes. If
-        an MP4 or AVI file states no size, the number of its frames is compared with the number in the header.
+        """Raise `Broken` if the file is incomplete. AVI, Matroska, ASF and MXF files may state their size in bytes. For
+        MP4 files, and AVI files that state no size, the number of frames is compared with the number in the header.
 
         Args:
             count: number of frames that were read from the file's start on; None: unknown, after a seek.
@@ -363,7 +363,8 @@ class Decoder:
         """Decode the frames after tick `last`, after an error of the multithreaded decoder. Yield (tick, frame).
 
         One thread decodes up to the next key frame after the error, because its result does not depend on timing.
-        Several threads decode from that key frame on. The arguments are as in `frames` and `_once_more`.
+        Several threads decode from that key frame on. `start` and `doubts` are as in `frames`, `last` is as in
+        `_once_more`.
         """
         resumable = self.clocked and doubts < MOST_DOUBTS
         after = self._keys[-1] if self._keys and resumable else None
@@ -387,13 +388,13 @@ class Decoder:
             self._count_packets()
 
     def _count_packets(self) -> None:
-        """Read all packets of the file again, without decoding them. Raise `Broken` if the file ends early."""
+        """Read all packets of the file again, without decoding them. Raise `Broken` if the file cannot be read to its
+        end, or is incomplete according to `_check_end`."""
         with closing(Decoder(self.source)) as decoder:
             deque(decoder.packets(), maxlen=0)
 
     def _once_more(self, start: int | None, last: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Decode again, with one thread, the frames after tick `last`. Yield (tick, frame) until the end of the video,
-        or until a damaged packet or frame.
+        """Decode again, with one thread, the frames after tick `last`. Yield (tick, frame) until the end of the video.
 
         At the end of a file, a multithreaded decoder silently drops frames that it has begun. A single-threaded
         decoder, started again at a key frame, loses no frames.

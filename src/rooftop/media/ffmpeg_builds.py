@@ -241,8 +241,8 @@ class _Workshop:
         return len(re.findall(r'^(?:@|\s)*printf "[A-Z0-9]+\\t', done.stdout, re.MULTILINE))
 
     def _drop_unsure(self) -> None:
-        """After a power failure or kill -9, delete the files that were written last, because some of them may be
-        incomplete, and `make` would treat them as complete."""
+        """After a power failure or kill -9, delete the files that `make` wrote less than `UNSURE_S` before the newest
+        file. Some of them may be incomplete, and `make` would treat them as complete."""
         since = float(self.state.get("making", 0.0))
         if since == 0.0:
             return

@@ -193,7 +193,7 @@ def _compiler() -> str | None:
 
 
 def _clang_compiles_cuda() -> bool:
-    """Whether clang compiles for NVIDIA's GPUs without CUDA's own files; FFmpeg's `configure` requires this."""
+    """Whether clang compiles for NVIDIA's GPUs without CUDA's own files, as FFmpeg's --enable-cuda-llvm requires."""
     words = (
         "-S",
         "-nocudalib",

@@ -383,8 +383,8 @@ def _quiet_svt() -> Iterator[None]:
 
 
 def _decoded_by_pyav(clip: Path) -> np.ndarray | None:
-    """Decode a clip to frames (T, N) float32, as levels from 0 to 255. None if PyAV is not installed or cannot decode
-    the clip."""
+    """Decode a clip to frames (T, N) float32: the N samples of all planes, as levels from 0 to 255. None if PyAV is not
+    installed or cannot decode the clip."""
     try:
         av = load_av()
     except MissingExtraError:
@@ -430,8 +430,8 @@ def software_pixels(codec: Codec) -> str:
 
 
 def levels(data: bytes, pixels: str, size: tuple[int, int] = (WIDTH, HEIGHT)) -> np.ndarray:
-    """Convert raw frames to (T, N) float32, as levels from 0 to 255, plane after plane; an incomplete frame is
-    dropped.
+    """Convert raw frames to (T, N) float32: the N samples of all planes, plane after plane, as levels from 0 to 255. An
+    incomplete frame is dropped.
     """
     wide = pixels in ("p010le", "yuv420p10le")
     samples = size[0] * size[1] * 3 // 2

@@ -29,7 +29,8 @@ def build_index(source: Source) -> FrameIndex:
 
 
 def _goes_back(source: Source) -> bool:
-    """Whether the clock of a transport stream goes back anywhere, even after damage."""
+    """Whether the source is a transport stream whose clock goes back anywhere. Packets are read but not decoded, so
+    damaged frames do not end the search."""
     with closing(Decoder(source)) as decoder:
         clock = _Clock(decoder.is_stream)
         try:

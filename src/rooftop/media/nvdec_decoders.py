@@ -144,8 +144,8 @@ def says_otherwise(packet: bytes, kind: Kind) -> bool:
 
 
 def _units(packet: bytes, kind: Kind) -> list[bytes] | None:
-    """The NAL units of a packet. A unit follows a start code or, as in MP4, its length. None if the headers are too
-    short to state the size of the length."""
+    """The NAL units of a packet. A unit follows a start code or, as in MP4, its length. None if the codec's headers
+    (`kind.headers`) are too short to state how many bytes a length has."""
     if kind.headers[:1] != b"\1":
         return [unit for unit in packet.split(b"\0\0\1")[1:] if unit]
     place, found = 0, []

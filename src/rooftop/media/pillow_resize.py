@@ -63,9 +63,9 @@ class Resize:
         )
 
     def _columns_first(self, width: int, height: int) -> bool:
-        """Whether any version of Pillow resizes columns before rows, which rounds differently. Pillow 13 does so if the
-        height loses more than twice as many pixels as the width. Pillow 12.2 does so if the height shrinks and the
-        photograph is more than 100 times as high as wide before the resize."""
+        """Whether any version of Pillow resizes the height before the width, which rounds differently. Pillow 13 does
+        so if the height loses more than twice as many pixels as the width. Pillow 12.2 does so if the height shrinks
+        and the photograph is more than 100 times as high as wide before the resize."""
         less = height - self.size[1]
         return less > 0 and (less > 2 * (width - self.size[0]) or height > 100 * width)
 
@@ -228,7 +228,8 @@ def _table(
     """Pillow's weights for resizing an axis of `pixels` pixels to `results` pixels.
 
     Args:
-        first, count: the first result pixel that is kept, and the number of kept pixels. Some may lie outside the axis.
+        first, count: the first result pixel that is kept, and the number of kept pixels. Pixels outside of 0 to
+            `results` - 1 have weights of 0.
 
     Returns:
         (table, smallest, number). `table` is (count, 1 + taps) int32: for each kept result pixel, the first pixel that

@@ -79,7 +79,8 @@ class CopiedSound:
         self._next: Timed | None = None
 
     def _all(self, from_within: bool) -> Iterator[Timed]:
-        """Yield the packets in file order, with times on the clock of the written video: the file's `start_s` is 0.
+        """Yield the packets in file order, with times on the clock of the written video: this clock is 0 at `start_s`
+        seconds after the start of the sound file.
 
         Raises:
             DamagedVideoError: a packet is damaged, or the file cannot be read further.

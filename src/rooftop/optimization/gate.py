@@ -158,7 +158,7 @@ class Gate:
             truth: the outcome in float64, if it is known.
 
         Raises:
-            Exception: any error that the model raises.
+            Exception: the model's error on the draw's last replacement, or on the draw itself if it has none.
         """
         try:
             eager = self._eager(self.lowered, draw.given)
@@ -355,7 +355,7 @@ class Gate:
         doubtful: Mapping[str, InaccurateError],
         what: str,
     ) -> float:
-        """The largest error of doubtful results over more inputs (see `doubts.py`).
+        """The largest error of doubtful results over more inputs (see `doubts.py`), as a multiple of the allowed error.
 
         Raises:
             InaccurateError: a result's error is larger than allowed over all these inputs together.
@@ -420,10 +420,11 @@ class Gate:
         return _error(found, known.truth, name)
 
     def _sensitivity(self, known: Known, name: str) -> float:
-        """The largest change of a result, in float64, if the inputs of a special draw change by `SHIFT` roundings.
+        """The largest absolute change of a float64 result if the float32 inputs of a special draw (`Draw.special`)
+        change by up to `SHIFT` roundings.
 
-        Returns 0 for draws that are not special, and for results that are not float32. Results in half precision need
-        no such allowance, because kernels sum in float32.
+        Returns 0 for draws that are not special, for results that are not float32, and if the float64 result is
+        unknown. Results in half precision need no such allowance, because kernels sum in float32.
         """
         if not known.draw.special or known.truth is None or known.eager.values[name].dtype != torch.float32:
             return 0.0

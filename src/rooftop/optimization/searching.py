@@ -178,8 +178,8 @@ class Search:
 
         Args:
             promising: whether to retry only the rules that are now predicted to save time. True before the first trial
-                of a compiler, because each trial after a compiler was kept compiles the model again.
-            until: when the last trial must have ended, by `time.perf_counter`. A trial is assumed to take as long as
+                of a compiler: retries are then still cheap. Once a compiler is kept, each retry compiles the model.
+            until: when the last retry must have ended, by `time.perf_counter`. A retry is assumed to take as long as
                 the rule's previous trial, or `AGAIN` times as long if the rule compiles.
         """
         again = [each.rule for each in self.changes if each.verdict == "no gain" and each.measured_ms is not None]
@@ -334,8 +334,8 @@ class Search:
 
     def _replaced(self, rule: Rule) -> list[list[Rule]]:
         """The sets of kept rules that a rule may replace, in the order of trials. The compiler cannot look into
-        Rooftop's kernels, so it is first tried instead of the rules that use these kernels. In the last trial, the
-        whole model is compiled instead of all rules that can be applied to inference.
+        Rooftop's kernels, so it is first tried instead of the rules that use these kernels. In the last trial of the
+        rule `WHOLE`, the compiled model replaces all kept rules except those for the optimizer or for memory.
         """
         same = [kept for kept in self.kept if kept.kind and kept.kind == rule.kind]
         if rule.kind != "compile":

@@ -190,7 +190,7 @@ def _opened_dict(part: dict[Any, Any]) -> Opened:
 
 
 def _opened_attributes(part: UserDict[Any, Any] | UserList[Any]) -> Opened:
-    """Open a container whose items are in its attribute `data`."""
+    """Open a UserDict or UserList: the values are its attributes, of which `data` holds the items."""
     attributes = dict(vars(part))
 
     def made(values: list[Any]) -> Any:

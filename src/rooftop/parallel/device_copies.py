@@ -85,7 +85,8 @@ class _Copies(torch.autograd.Function):
 
 
 class _Sums(torch.autograd.Function):
-    """Sums tensors of several devices, given in the order of `_Copies`' results, on one device.
+    """Computes `count` sums over several devices, on the device `home`. The summands are given device by device, in the
+    order of `_Copies`' results without the empty tensor.
 
     A summand of None counts as zero. If all summands are None, the sum is None.
     """
@@ -140,8 +141,8 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _may_go_with_others(tensor: Tensor) -> bool:
-    """Whether a tensor may be copied in one buffer with others: it is small and plain, and has no gaps or overlaps in
-    memory."""
+    """Whether a tensor may be copied in one buffer with others: it is strided and small (at most `COALESCED_BYTES`),
+    has no gaps or overlaps in memory, and its class is `Tensor` or `nn.Parameter`."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
@@ -176,8 +177,9 @@ def _entered(streams: Streams, home: torch.device) -> Iterator[None]:
     node.
 
     Autograd accumulates gradients on a device's default stream unless it knows the right stream. Autograd assumes that
-    a node's results are ready on the device's default stream or on the node's own stream. So this context makes the
-    given streams wait for autograd's streams at the start, and autograd's streams wait for the home stream at the end.
+    a node's results are ready on the device's default stream or on the node's own stream. So, at the start, each given
+    stream waits for autograd's streams on its device. At the end, autograd's streams on all given devices wait for the
+    given stream of `home`.
     """
     autograds = [(torch.cuda.current_stream(device), torch.cuda.default_stream(device)) for device in streams]
     for stream, others in zip(streams.values(), autograds, strict=True):

@@ -207,7 +207,8 @@ class ModelGradients:
                 yield name, _dense(name, gradient)
 
     def _changed(self, name: str) -> Tensor:
-        """The gradient of the parameter `name`, ready to be changed in place. The gradient must exist."""
+        """Return this rank's rows of the gradient of the parameter `name`, to be changed in place. `widen` is called
+        first. The gradient must exist."""
         self.widen(self.parameters[name])
         gradient = self.parameters[name].grad
         assert gradient is not None

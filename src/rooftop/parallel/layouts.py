@@ -346,8 +346,9 @@ def _rows_in_words(dp: int, micro_batch: int) -> str:
 
 def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int], axes: Collection[str] = AXES) -> str:
     """Name the layouts with `world_size` ranks that fit the `sizes` of model and batch, and are closest to `layout`.
-    The ratios of their axis sizes to those of `layout` decide. If `layout` has no pipeline or context ranks, layouts
-    without them are preferred."""
+    The ratios of their axis sizes to those of `layout` decide. If `layout` has no pipeline ranks, layouts without
+    pipeline ranks are preferred; the same holds for context ranks. If none is left, all that fit are compared.
+    """
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
 
     def distance(other: Layout) -> tuple[float, ...]:

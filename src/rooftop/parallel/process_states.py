@@ -45,7 +45,8 @@ class Process:
 
 
 def _stat(number: int) -> tuple[str, int] | None:
-    """Read (state, start) of a process; None if there is no such process."""
+    """Read (state letter, start in ticks since the machine started) of the process with the PID `number`; None if there
+    is no such process."""
     try:
         text = Path(f"/proc/{number}/stat").read_text()
     except OSError:

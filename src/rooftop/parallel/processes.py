@@ -290,8 +290,9 @@ class _Ranks:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Within the `with` block, raise an error when another rank fails, and report this rank's failure to the other
-        ranks."""
+        """Watch the other ranks within the `with` block. If one fails, communication is aborted, so that this rank's
+        pending calls raise errors. An error in the block is reported to the other ranks; if another rank failed first,
+        that rank's failure is raised instead."""
         with self.watch.on():
             try:
                 yield

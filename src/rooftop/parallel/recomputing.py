@@ -154,8 +154,8 @@ class _Recipe:
     """Recomputes tensors that were dropped together.
 
     Attributes:
-        wanted: indices of the dropped tensors.
-        ready: tensors that are recomputed and not yet taken.
+        wanted: indices in `made` of the dropped tensors.
+        ready: tensors that are recomputed and not yet taken, by their indices in `made`.
     """
 
     def __init__(

@@ -133,7 +133,8 @@ class _Samples:
         return not with_dimensions or not (self.lists_tell or all(map(self._fits, with_dimensions)))
 
     def cut_leaf(self, leaf: Any) -> bool:
-        """Whether a value that is neither a container nor a tensor has one item for each sample."""
+        """Whether a value that is neither a container nor a tensor is split: a NumPy array whose dimension `dim` has
+        `count` items, or a range or `array.array` of `count` items."""
         if isinstance(leaf, np.ndarray):
             return -leaf.ndim <= self.dim < leaf.ndim and leaf.shape[self.dim] == self.count
         return isinstance(leaf, range | array) and len(leaf) == self.count

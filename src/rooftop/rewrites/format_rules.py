@@ -80,7 +80,8 @@ def _run_channels_last(candidate: Candidate) -> None:
 
 
 def _is_copied(module: nn.Module) -> bool:
-    """Whether `_Copied` can replace a module's forward: it is an `nn.Conv2d` with its own forward and no hooks."""
+    """Whether `_Copied` can replace a module's forward: it is an `nn.Conv2d`, no subclass, whose forward was not
+    replaced, and it has no hooks."""
     return type(module) is nn.Conv2d and "forward" not in vars(module) and not has_hooks(module)
 
 

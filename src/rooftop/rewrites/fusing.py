@@ -142,7 +142,7 @@ def lay_out_depthwise(model: nn.Module) -> None:
 
 
 def _folded(convolution: nn.Conv2d) -> nn.Conv2d:
-    """The folded convolution inside this module, or the module itself."""
+    """The convolution with the folded norm, if `Sealing` replaced this convolution's forward; else this convolution."""
     forward = vars(convolution).get("forward")
     return forward.folded if isinstance(forward, Sealing) else convolution  # type: ignore[return-value]
 

@@ -324,8 +324,8 @@ class _Capture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Forward, backward: Backward) -> Recorded:
-        """Run forward and backward at least twice, then capture them. The first run does lazy initialization, and the
-        second run, in `recorded`, detects GPU synchronization.
+        """Run forward and backward at least twice, then capture them. The first run does lazy initialization. The
+        function `recorded` makes the second run, to detect GPU synchronization.
 
         Raises:
             UncapturedError: the host synchronizes with the GPU, or the capture failed.

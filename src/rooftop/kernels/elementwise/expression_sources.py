@@ -337,8 +337,8 @@ class Body:
         return template.format(*operands, precise=self.precise, ones=ones)
 
     def _operand(self, node: Expression, dtype: torch.dtype, rounded_to: torch.dtype | None = None) -> str:
-        """The source text of a node's value, cast to `dtype`. `rounded_to`: the dtype to which PyTorch rounds a number
-        before a comparison.
+        """The source text of a node's value, cast to `dtype`. If `rounded_to` is a half-precision dtype, scalars are
+        first rounded to it, as PyTorch does before a comparison. Tensors are not rounded.
         """
         half = rounded_to if rounded_to in HALVES else None
         if node.operation == "constant":

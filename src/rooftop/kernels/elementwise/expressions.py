@@ -162,8 +162,8 @@ def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expressi
 
 
 def _nearest(a: Tensor) -> Tensor:
-    """The lower 32 bits of the nearest integer, with ties to even. Kernels return the same bits only for |a| up to 2^22
-    in float32 and 2^51 in float64.
+    """The lower 32 bits of the nearest integer, with ties to even. Generated kernels compute `nearest_integer` instead,
+    which returns the same bits only for |a| up to 2^22 in float32, and 2^51 in float64.
     """
     return a.round().to(torch.int64).to(torch.int32)
 

@@ -142,11 +142,11 @@ def launch_program(
 def _launch_tiles(
     kernel: Any, given: list[Any], results: list[Tensor], tensors: dict[int, Tensor], layout: Layout, dims: Dims
 ) -> tuple[tuple[int, ...], tuple[int, ...], Constants]:
-    """Launch the tiled kernel, for tensors that are broadcast or strided and for sums. Return the grid, sizes and
-    constants of the kernel.
+    """Launch the tiled kernel, for tensors that are broadcast or strided and for sums. Return the grid, the kernel's
+    integer arguments (sizes of dimensions, then strides), and its constants.
 
-    `dims` contain the strides of the tensors, followed by the strides of the outputs. In summed dimensions, the stride
-    of an output is 0.
+    Each entry of `dims` is (size, strides): the stride of each tensor in this dimension, followed by the stride of each
+    output. In summed dimensions, the stride of an output is 0.
     """
     *outer, (columns, steps) = dims
     group, values = columns, []
@@ -211,7 +211,8 @@ def _mark(y: Tensor, kept: str) -> Tensor:
 
 
 def _summed_over(y: Tensor, kept: str, dims: Dims, mark: int) -> str:
-    """The axis over which the tiled kernel can sum a result: "columns", "rows", or "" for neither.
+    """What the tiled kernel can add up for a result: "rows" (one sum for each column), "columns" (one sum for each
+    row), or "" if it cannot sum the result.
 
     y has the shape and strides of the elements before the sum. The kernel writes the sums in the order of y's memory.
     The contiguous result has this order if y is contiguous, or if at most one kept dimension has more than one element.

@@ -311,8 +311,8 @@ def _block(body: Body, plan: Plan, used: list[int]) -> tuple[list[str], list[str
 
 
 def _lines(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """Source lines of a kernel that computes a block of one row. Values that depend only on the row are
-    computed once.
+    """Source lines of a kernel. Each program computes BLOCK consecutive elements of one row, and computes values that
+    depend only on the row once.
     """
     layout = body.layout
     given, lines = _block(body, plan, used)

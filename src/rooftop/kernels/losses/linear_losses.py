@@ -157,8 +157,9 @@ class LinearCrossEntropy(NamedTuple):
         return loss, *self._stored(made), factor
 
     def _stored(self, gradients: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of hidden, weight and bias in the returned dtypes. For float16, the gradients of weight and bias
-        are float32.
+        """Cast the gradients of hidden, weight and bias to the dtypes in which forward stores them for backward: the
+        tensors' own dtypes, except float32 for weight and bias if hidden is float16. Missing gradients become empty
+        tensors.
         """
         hidden, dtype = self.hidden, accumulator_dtype(self.hidden.dtype)
         dhidden, dweight, dbias = (

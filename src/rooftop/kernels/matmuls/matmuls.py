@@ -357,8 +357,8 @@ MOST_KNOWN = 4096
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `torch.nn.functional.linear` computes the whole call with less work for the host. That is so if the plan
-    is cuBLAS, rows are aligned, and no bias needs a gradient. (A kernel sums the gradient of a bias faster.) Errors
-    are those of `linear_act_plan`.
+    is cuBLAS, rows are aligned, and no bias needs a gradient. (Rooftop's kernel sums the gradient of a bias faster.)
+    This function raises the errors of `linear_act_plan`.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if INTERPRETED or not all(isinstance(t, Tensor) and t.is_cuda and t.layout == torch.strided for t in tensors):
@@ -443,8 +443,9 @@ Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Prepared:
-    """Check the arguments. Return (input, weight, bias, residual, a residual to add after the operator), cast by
-    `cast_beside_residual` as autocast requires.
+    """Check the arguments. Return the results of `cast_beside_residual`, cast as autocast requires: (input, weight,
+    bias, residual, later). If the residual's dtype differs from autocast's, it is `later`, which is added after the
+    operator, and `residual` is None.
     """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     check_choice(name, "activation", activation, ACTIVATIONS)

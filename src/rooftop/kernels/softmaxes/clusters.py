@@ -180,8 +180,8 @@ def _planned(
 
 
 def _shared_bytes(blocks: int, stages: int, tensors: int, part_groups: int) -> int:
-    """Shared memory of a block in bytes: `Arrivals`, two partial results of 16 bytes for each block of the cluster, and
-    the block's parts of `stages` rows.
+    """Shared memory of a block in bytes: `Arrivals`, two partial results (16 bytes each) for each block of the cluster,
+    and the block's parts of `stages` rows of each tensor.
     """
     return ARRIVAL_BYTES + GROUP_BYTES * (2 * blocks + stages * tensors * part_groups)
 

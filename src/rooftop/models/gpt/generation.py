@@ -240,7 +240,8 @@ class Generation:
                 yield from self._chosen(members, self._timed_step(members))
 
     def _begin(self, waiting: deque[_Sequence]) -> list[_Sequence]:
-        """Assign free rows and pages to the waiting prompts, in order; returns the prompts that start."""
+        """Assign free rows and pages to the waiting prompts, in order, up to the first prompt for which they do not
+        suffice. Return the prompts that start."""
         begun = []
         while waiting and self._free_rows and self.cache.pages_for(waiting[0].positions) <= self.cache.free:
             each = waiting.popleft()
@@ -378,7 +379,8 @@ class Generation:
         """Choose the next token of B sequences: (B,).
 
         Args:
-            x, update: the results of the model's layers at each sequence's last position so far, (B, 1, W).
+            x, update: the head's inputs at each sequence's last position so far, (B, 1, W): the residual connection,
+                and the last layer's result, which is not yet added to it.
             rows: (B,) the row of each sequence in the batch.
             positions: (B,) the position of each next token in its sequence.
         """

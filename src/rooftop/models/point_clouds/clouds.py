@@ -140,7 +140,7 @@ def _read_ply(path: Path) -> dict[str, NDArray[np.generic]]:
 def _ply_header(file: BinaryIO) -> tuple[str | None, list[_Element]]:
     """Read the header; the file position is then at the data.
 
-    Returns the byte order (None for text), and the elements up to the vertices.
+    Returns the byte order (None for text), and the elements up to and including the vertices.
     """
     if file.readline(LONGEST_LINE).strip() != b"ply":
         raise ValueError("it does not begin with the line 'ply'")

@@ -140,17 +140,17 @@ def _columns(vertices: Vertices) -> tuple[npt.NDArray[np.int32], int]:
 )  # fmt: skip
 def _number(corners, starts, first, owned, local, kinds, ordered, references, most, explicit):  # type: ignore[no-untyped-def]
     """Number the vertices of each cluster by their first use, rotate the corners of triangles so that new corners come
-    last, and find the kind of each triangle.
+    last, and find the kind of each triangle (see `_EXPLICIT`).
 
     Args:
-        corners: (T, 3).
-        starts: where each cluster's triangles begin.
-        first: where each cluster's vertices begin.
-        owned: (N,) the clusters' vertices.
+        corners: (T, 3), each corner's vertex, as an index among the cluster's vertices in `owned`.
+        starts: (C + 1,), where each cluster's triangles begin.
+        first: (C + 1,), where each cluster's vertices begin in `owned`.
+        owned: (N,) the clusters' vertices, as indices of the mesh's vertices.
         local: output (T, 3), corners in the new numbers.
         kinds: output (T,), the kind of each triangle.
         ordered: output (N,), vertices in the new order.
-        references: output (C,), number of stored corners.
+        references: output (C,), number of stored corners (see `_STORED`).
         most: output (C,), the largest stored reference.
         explicit: output (C,), whether the cluster has triangles that store all their corners.
     """

@@ -41,11 +41,11 @@ def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[
 
 
 def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
-    """Join parts (preliminary groups) of fewer than LEAST clusters along Morton's curve: isolated bodies, and leftovers
-    between full parts.
+    """Join small parts (preliminary groups of fewer than LEAST clusters) with each other along Morton's curve. These
+    parts are isolated bodies, and leftovers between full parts.
 
-    If the last joined part is still small, it joins the part before it on the curve, or the part after it if it is the
-    first. Simplified alone, it would not become fewer clusters.
+    If the last joined part is still small, it joins the part before it on the curve, of any size, or the part after it
+    if it is the first. Simplified alone, it would not become fewer clusters.
     """
     sizes = np.bincount(parts)
     small = np.flatnonzero((sizes > 0) & (sizes < LEAST))

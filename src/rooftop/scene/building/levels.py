@@ -185,7 +185,7 @@ class _Next:
 
 @dataclass(frozen=True)
 class _Runs:
-    """The C clusters of a `Front`, divided into R runs of consecutive clusters. All clusters of a group are in one run.
+    """The C clusters of a `Front`, divided into R runs of consecutive clusters. Each run is then divided into groups.
 
     Attributes:
         ends: (R + 1,) index of the first cluster of each run, then the number of clusters.

@@ -122,8 +122,8 @@ def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.
 def _thinned(
     mesh: Mesh, corners: Corners, locked: npt.NDArray[np.bool_], parts: LooseParts, kept: Corners, error: float
 ) -> Thinned:
-    """For a group with several loose parts, choose its simplification or a version with fewer and larger parts,
-    whichever has the smaller error.
+    """For a group with several loose parts, choose its simplification, or a version in which some parts are removed and
+    their neighbours grow (see `thinning`), whichever has the smaller error.
 
     Args:
         mesh, locked: as for `simplify`.
@@ -157,8 +157,8 @@ def without_flat(vertices: Vertices, corners: Corners) -> Corners:
 
 
 def _target(triangles: int, vertices: int) -> int:
-    """Choose the number of triangles of a group to keep: about half, rounded to full clusters. A full cluster has 128
-    triangles, or fewer if triangles share few vertices."""
+    """Choose the number of triangles of a group to keep: half, rounded to the nearest number of full clusters, at least
+    one. A full cluster has 128 triangles, or fewer if triangles share few vertices."""
     full = min(layouts.MAX_TRIANGLES, int(VERTICES_USED * layouts.MAX_VERTICES * triangles / vertices))
     return max(1, round(triangles / (2 * full))) * full
 

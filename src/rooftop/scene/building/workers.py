@@ -418,7 +418,8 @@ class _Mail:
         self._content = None
 
     def post(self, content: Any) -> None:
-        """In the parent process, write new data for the workers to the shared memory. Each array is copied once."""
+        """In the parent process, write new data for the workers to the shared memory. Each array is copied once for all
+        workers, and not into the pickle."""
         arrays: list[pickle.PickleBuffer] = []
         body = pickle.dumps(content, protocol=5, buffer_callback=arrays.append)
         views = [array.raw() for array in arrays]
