@@ -193,7 +193,7 @@ def test_two_devices_are_not_mixed_by_accident() -> None:
     m = Mat.zeros(3, 3, CV_8U, device="cuda")
     with pytest.raises(ValueError, match=r"a mask on cpu for elements on cuda:0: use mask.to\('cuda:0'\)"):
         m.setTo(1, np.eye(3, dtype=np.uint8))
-    with pytest.raises(ValueError, match="one size, depth and device"):
+    with pytest.raises(ValueError, match="the same size, depth and device"):
         mat.merge([m, Mat.zeros(3, 3, CV_8U)])
     with pytest.raises(ValueError, match=r"move one of them with to\(device\)"):
         m.convertTo(CV_32FC1, dst=Mat.zeros(3, 3, CV_32FC1))
