@@ -124,7 +124,7 @@ def test_no_elements() -> None:
         (lambda m: merge([]), ValueError, "at least one Mat"),
         (lambda m: merge([Mat(), Mat()]), ValueError, r"Mats with sizes, got Mat\(empty, cpu\)"),  # as in OpenCV
         (lambda m: merge([m, Mat.zeros(2, 3, CV_8U)]), ValueError, "the same size, depth and device, got .* and"),
-        (lambda m: merge([m, Mat.zeros(2, 2, CV_32FC1)]), ValueError, "CV_8UC1 and CV_32FC1 of one channel"),
+        (lambda m: merge([m, Mat.zeros(2, 2, CV_32FC1)]), ValueError, "CV_8UC1 and CV_32FC1 for each channel"),
         (lambda m: merge([m] * 171), ValueError, "513 channels are too many"),
         (lambda m: extractChannel(m, 3), IndexError, "there is no channel 3"),
         (lambda m: insertChannel(m, m, 0), ValueError, "takes a Mat of one channel"),

@@ -82,7 +82,7 @@ def test_sums_of_different_sites() -> None:
         functional.sparse_add(x, x.features)
     for wrong, message in (
         ((), "at least one tensor"),
-        ((x, x.replace_feature(x.features[:, :3])), "same channels"),
+        ((x, x.replace_feature(x.features[:, :3])), "the same number of channels"),
         ((x, SparseConvTensor(x.features, x.indices, (6, 6), 2)), "the same grid and batch size, got .*5 x 6.*6 x 6"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -290,7 +290,7 @@ def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
         if (other.spatial_shape, other.batch_size) != (first.spatial_shape, first.batch_size):
             raise ValueError(f"sparse_add needs tensors with the same grid and batch size, got {first} and {other}")
         if other.features.shape[1] != first.features.shape[1]:
-            raise ValueError(f"sparse_add needs tensors with as many channels, got {first} and {other}")
+            raise ValueError(f"sparse_add needs tensors with the same number of channels, got {first} and {other}")
     features = torch.cat([each.features for each in tensors])
     indices = torch.cat([each.indices for each in tensors])
     return SparseConvTensor(features, indices, first.spatial_shape, first.batch_size).coalesce("sum")

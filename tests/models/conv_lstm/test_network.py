@@ -435,7 +435,7 @@ def test_files_that_do_not_fit(keras_models: dict[bool, Any], tmp_path: Path) ->
     path = tmp_path / "network.keras"
     keras_models[True].save(path)
     with pytest.raises(
-        WeightsError, match=r"it has 2 batch_normalization, 1 conv3d, 3 .*needs .* 1 conv2d, 3 conv_lstm2d"
+        WeightsError, match=r"the file has 2 batch_normalization, 1 conv3d, 3 .*needs .* 1 conv2d, 3 conv_lstm2d"
     ):
         load_keras_weights(ours_of(False), path)
     with pytest.raises(WeightsError, match=r"of another shape: layers.0.kernel \(file \(16, 1, 5, 5\), model \(32, 1"):
@@ -463,7 +463,7 @@ def test_a_layer_of_its_own_and_other_layers(tmp_path: Path) -> None:
         load_keras_weights(ConvLSTM2D(1, 2, 3), tmp_path / "layer.weights.h5")
     model.add(keras.layers.Dense(2))
     model.save_weights(tmp_path / "more.weights.h5")
-    with pytest.raises(WeightsError, match="it has 1 conv_lstm2d, 1 dense; the model needs 1 conv_lstm2d"):
+    with pytest.raises(WeightsError, match="the file has 1 conv_lstm2d, 1 dense; the model needs 1 conv_lstm2d"):
         load_keras_weights(layer, tmp_path / "more.weights.h5")
 
 
