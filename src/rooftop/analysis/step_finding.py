@@ -120,7 +120,7 @@ class StepFinder:
         # the optimizer whose step has ended, but whose label is still open
         self._stepped: torch.optim.Optimizer | None = None
         self._led = 0  # number of steps of the leading marker
-        # each marker other than the leading one -> its `_Other`; a marker without an object has the finder as its key
+        # object of each marker other than the leading one, or this StepFinder if the marker has none -> its `_Other`
         self._others = WeakIdKeyDictionary()
         self._is_over = False
         self._around = ExitStack()

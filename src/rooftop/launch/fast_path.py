@@ -57,8 +57,8 @@ def _unseen(arguments: Sequence[Any]) -> bool:
 
 
 def _are_plain(arguments: Sequence[Any]) -> bool:
-    """Whether all tensors among the arguments, including those in lists, are plain PyTorch tensors: not on the meta
-    device, not lazily negated (`is_neg`), and not the zeros of `_is_zerotensor`.
+    """Whether each tensor among the arguments, including those in lists, has the type Tensor or Parameter itself (no
+    subclass), and is not on the meta device, not lazily negated (`is_neg`), and not the zeros of `_is_zerotensor`.
     """
     for argument in arguments:
         kind = type(argument)

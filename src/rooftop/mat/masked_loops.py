@@ -60,7 +60,7 @@ def copy_by_loops(source: Tensor, target: Tensor, mask: Tensor) -> bool:
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether the numbers of each row are contiguous."""
+    """Whether each row, the last two dimensions (columns, channels), is contiguous."""
     return x[(0,) * (x.dim() - 2)].is_contiguous()
 
 

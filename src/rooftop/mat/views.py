@@ -104,7 +104,7 @@ class Header(Shaped):
     )  # fmt: skip
 
     _steps: Sizes  # bytes
-    _data: MatData | None  # None if there are no elements
+    _data: MatData | None  # None if no memory was allocated
     _share: object  # shared by all headers of the block: its reference count gives their number
     _offset: int  # byte offset of the first element in the storage
     _start: int  # byte offset of the whole Mat from which this header was cut
@@ -149,7 +149,8 @@ class Header(Shaped):
 
     @property
     def data(self) -> MatData | None:
-        """The block of memory, shared with other headers; None if there are no elements."""
+        """The block of memory, which other headers may share; None if none was allocated. An empty view keeps the block
+        of its Mat."""
         return self._data
 
     def data_ptr(self) -> int:

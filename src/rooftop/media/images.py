@@ -343,8 +343,8 @@ class ImageDecoder:
     def _by_either(
         self, group: Sequence[Source], decode: Callable[[Sequence[bytes | memoryview]], list[Tensor]]
     ) -> list[Tensor | InputError]:
-        """Decode JPEGs with `decode`, and other files with Pillow. `decode` returns (3, H, W) for each file, or
-        raises `RuntimeError` if it refuses a file."""
+        """Decode the JPEGs that NVJPEG supports with `decode`, and the rest with Pillow. `decode` returns (3, H, W) for
+        each file, or raises `RuntimeError` if it refuses a file."""
         files = [each if isinstance(each, ImageFile) else _or_error(ImageFile.of, each) for each in group]
         jpegs = [file for file in files if isinstance(file, ImageFile) and file.against is None]
         # One batch at a time, because `decode` needs an idle stream: it writes at once to freed memory, which earlier

@@ -96,8 +96,8 @@ class _Broken(Exception):
 
 
 class _Part(NamedTuple):
-    """The part of a track between two positions: the last samples of a frame, whose first samples may belong to the
-    part before, or silence if there is no frame."""
+    """The part of a track from position `first` to `end`. With a frame, it is the frame's last `end - first` samples;
+    the frame's earlier samples belong to the part before, or lie before time 0. Without a frame, it is silence."""
 
     first: int
     end: int

@@ -274,7 +274,8 @@ def _span(tensor: Tensor) -> int:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """After the block, restore the model's buffers and the random state of the process."""
+    """After the block, restore the model's buffers, and PyTorch's random generators of the CPU and of the model's
+    GPUs."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(_gpus(model)):
         try:

@@ -213,7 +213,9 @@ def _opened_mapping(part: Mapping[Any, Any]) -> Opened:
             twin, new = kind(dict(zip(keys, values, strict=True))), kind(dict(zip(keys, others, strict=True)))  # type: ignore[call-arg]
         except Exception as error:
             raise TypeError(f"a {full_name(part)} cannot be rebuilt with other values ({error}): use a dict") from error
-        if not _has(new, keys, others) or _plain_attributes(twin) != _plain_attributes(part):
+        if not _has(new, keys, others):
+            raise TypeError(f"a {full_name(part)} made of a dict has other items than the dict: use a dict")
+        if _plain_attributes(twin) != _plain_attributes(part):
             raise TypeError(
                 f"a {full_name(part)} has attributes besides its items, which a new one would lose: use a dict"
             )

@@ -41,7 +41,7 @@ class Progress:
 
     @property
     def words(self) -> str | None:
-        """The text of the GPU's current place; None if the GPU has passed the last place."""
+        """The text of the place that the GPU has marked last; None before the first mark and after the last."""
         place = int(self._at)
         return None if place == self.DONE else self._places[place]
 

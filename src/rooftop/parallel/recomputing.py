@@ -20,7 +20,7 @@ With sequence parallelism, the layers after the norms would save all positions. 
 positions. Backward gathers the other ranks' positions while it computes the gradient of the input.
 
 Gradients are the same bit for bit as without recomputation, because the same kernels compute the same tensors, and
-dropout masks depend only on positions.
+backward uses forward's dropout masks.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
 """

@@ -402,7 +402,7 @@ class Watch:
 
 
 class _Signs:
-    """Tells how long the ranks of another machine have sent no heartbeat."""
+    """Tells for how long none of the ranks of another machine has sent a heartbeat."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.ranks = ranks

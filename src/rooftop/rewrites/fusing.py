@@ -263,7 +263,7 @@ def _only(node: fx.Node) -> fx.Node | None:
 
 
 def _is_sum_with(node: fx.Node, result: fx.Node) -> bool:
-    """Whether a node adds another tensor to this result and changes no other tensor."""
+    """Whether a node computes `result` + another tensor. If it adds in place, it must change `result`."""
     function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
     if len(node.args) != 2 or node.kwargs or not all(isinstance(each, fx.Node) for each in node.args):
         return False

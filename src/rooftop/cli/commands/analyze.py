@@ -66,7 +66,8 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
     "--predict",
     "machine",
     metavar="MACHINE",
-    help="Run nothing; predict the roofs on another machine: h100, h200, or a ceilings file measured there.",
+    help="Do not run TARGET; predict the shortest times of its operators and of the whole step on another machine: "
+    "h100, h200, or a ceilings file measured there.",
 )
 @click.option(
     "--ceilings",

@@ -63,7 +63,7 @@ under 30 s; --no-roof skips this measurement.
     "--max-new-tokens",
     type=click.IntRange(min=0),
     default=100,
-    help="Maximum number of new tokens per prompt.  [default: 100, or fewer if the model has fewer positions]",
+    help="Maximum number of new tokens per prompt.  [default: 100, or fewer if the prompt leaves fewer positions]",
 )
 @click.option(
     "--temperature",

@@ -73,7 +73,7 @@ the centre of the first pixel at (0, 0).
     "--pose",
     type=click.Path(path_type=Path),
     metavar="JSON",
-    help="With --intrinsics: the 4 x 4 matrix world_to_camera.",
+    help="With --intrinsics: JSON file with the 4 x 4 matrix world_to_camera.",
 )
 @click.option(
     "--camera",

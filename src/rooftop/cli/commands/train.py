@@ -290,8 +290,8 @@ def command() -> None:
 @path(
     "--load",
     metavar="DIR",
-    help="Resume from the last checkpoint in DIR. The ranks may be divided in another way than before. If DIR is also "
-    "--save and still empty, start from step 1.",
+    help="Resume from the last checkpoint in DIR. The number of ranks and the parallel sizes may differ from those of "
+    "the run that saved it. If DIR is also --save and still empty, start from step 1.",
 )
 @path(
     "--init-from",
@@ -313,8 +313,8 @@ def command() -> None:
     metavar="X",
     default=10.0,
     show_default=True,
-    help="Longest wait for a rank that is alive but does not answer. Then all ranks end, and the error names this "
-    "rank. If a rank is dead or suspended, waiting ranks end within 30 s, busy ranks within 60 s.",
+    help="Longest wait for a rank that runs but does not answer. Then all ranks end, and the error names this rank. "
+    "If a rank has ended or is suspended, waiting ranks end within 30 s, computing ranks within 60 s.",
 )
 @size("--log-interval", default=10, show_default=True, help="Number of steps between printed lines.")
 @click.option("--roof/--no-roof", "with_roof", default=True, help="Report the percent of roof, or leave it out.")

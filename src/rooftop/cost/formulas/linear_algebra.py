@@ -77,7 +77,7 @@ def _of_matrix(count: Count, *, unread: tuple[str, ...] = ()) -> Formula:
 
 
 def _cost(call: Call, matrix: Tensor, flops: float, read: list[Tensor], written: list[Tensor]) -> Cost:
-    """The cost with this many flops for each matrix of the batch."""
+    """The cost with this many flops for each real matrix of the batch, or four times as many for a complex one."""
     batch = matrix.numel() // max(matrix.shape[-2] * matrix.shape[-1], 1)
     total = round(batch * flops) * (4 if matrix.is_complex() else 1)
     return Cost(distinct_bytes(read), distinct_bytes(written), arithmetic(total, [matrix]))

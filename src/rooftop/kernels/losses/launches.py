@@ -107,8 +107,8 @@ def losses_of_rows(
 
 
 def _is_shifted(x: Tensor, dx: Tensor | None, terms: Terms) -> bool:
-    """Whether the kernel must shift its loads: the tensors are contiguous and begin at multiples of 16 bytes, but the
-    length of a row is not a multiple of 16 bytes.
+    """Whether the kernel shifts its loads: there are no class weights, the tensors are contiguous and begin at
+    multiples of 16 bytes, but the length of a row is not a multiple of 16 bytes.
     """
     elements = 16 // x.element_size()
     as_one = all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x, dx) if t is not None)

@@ -1,7 +1,7 @@
 """Launch the kernels of reductions that the plans of `plans.py` select.
 
-`forward` and `backward` serve the operators in `reductions.py`. `reduce_into` also computes the sums of fused
-expressions.
+`forward` and `backward` serve the operators in `reductions.py`. `reduce_into` serves the kernels of fused expressions:
+it adds up the elements or partial sums that they have stored.
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ LAST_PLACE = (1 << TRIANGLE_BITS) - 1
 def swept(
     points: npt.NDArray[np.int32], triangles: Ints, members: Ints, corners: npt.NDArray[np.uint8]
 ) -> tuple[Ints, Ints]:
-    """Order the triangles of all clusters. Return two orders (T,) of triangle indices. In the first, triangles with the
-    same last vertex are sorted by their other vertices; in the second, they are in the order of a fan.
+    """Order the triangles of all clusters. Return two orders (T,) of triangle indices. They differ only among
+    triangles with the same last vertex: the first sorts these by their other two vertices; in the second, they follow
+    one another around the shared vertex, as a fan.
 
     Args:
         points: positions of the clusters' vertices, cluster by cluster.

@@ -69,7 +69,7 @@ class Placed:
         self.frame, self._framed = (self.frame + 1) % MOST_FRAMES, self._sent
 
     def _grow(self, count: int) -> None:
-        """Grow the tensors to hold at least `count` instances, with spare room except at the first upload."""
+        """Grow the tensors to `count` instances, or to GROWTH times their size if that is more."""
         self.places = max(count, int(GROWTH * self.places))
         for name, before in self._tensors.items():
             self._tensors[name] = torch.zeros(self.places, *before.shape[1:], dtype=before.dtype, device=self.device)

@@ -23,7 +23,8 @@ FAMILY = Family(
         "mix": {"label_smoothing": 0.1},
         "augment": {"size": 16, "shift": 0.125},
     },
-    # The recipe of Goyal et al. 2017 with a cosine schedule; the paper's learning rate is 0.1 for 256 images per batch.
+    # After Goyal et al. 2017, whose learning rate is 0.1 for 256 images per batch. Different from the paper: a cosine
+    # schedule, half the weight decay, label smoothing, and crops of at least a quarter of the image.
     folders={
         "run": {"epochs": 90, "batch": 64},
         "optimizer": {"name": "sgd", "lr": 0.025, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-5},
