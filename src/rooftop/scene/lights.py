@@ -203,9 +203,10 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
     direction and on the box (2, 3) around all casters.
 
     Returns:
-        (turn, corners, step, begin): a rotation whose rows point right, down and along the light; the box's corners (8,
-        3); a power of two of at least 1/64 of the box's size; and the coordinate along the light at which depths in the
-        maps are 0, a multiple of `step` in front of the box.
+        (turn, corners, step, begin). turn: a rotation whose rows point right, down and along the light. corners: the
+            box's corners (8, 3). step: the smallest power of two that is at least 1/64 of the box's longest side and at
+            least 1/64 of its extent along the light. begin: the coordinate along the light at which depths in the maps
+            are 0; a multiple of `step`, at least one `step` in front of the box.
     """
     box = np.frombuffer(bounds).reshape(2, 3)
     turn = _turn_along(np.asarray(direction))
@@ -219,7 +220,8 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
 
 def _from_point(position: Floats, turn: Floats, wide: float, size: int, reach: float) -> Camera:
     """Make the square perspective view of a shadow map from a light's position. `wide` is the tangent of the angle
-    between the axis and each edge; `MARGIN` texels are added outside these edges."""
+    between the axis and each edge of the area to cover. Of the map's `size` texels per side, `MARGIN` lie outside each
+    of these edges."""
     matrix = np.eye(4)
     matrix[:3, :3], matrix[:3, 3] = turn, -turn @ position
     focal = (size - 2 * MARGIN) / 2 / wide

@@ -28,7 +28,8 @@ class WorldBounds:
         return WorldBounds, ()
 
     def __setstate__(self, state: object) -> None:
-        """Unpickle what an earlier version of Rooftop has pickled, which includes the cached values."""
+        """Unpickle what an earlier version of Rooftop has pickled. Drop the cached values in it, and compute them
+        again when needed."""
         self.__init__()  # type: ignore[misc]
 
     def of(self, instances: Instances, meshes: Sequence[Geometry]) -> Floats:

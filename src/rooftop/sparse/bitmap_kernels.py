@@ -257,9 +257,12 @@ def _offsets(tap, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.cons
 
 @triton.jit
 def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return the output coordinates that input coordinates `at` (ROWS,) reach by `shift` (TAPS,), and whether each is
-    an integer: unless TRANSPOSED, at - shift must be a multiple of STRIDE, at least 0. Both results are (ROWS,
-    TAPS)."""
+    """Return the output coordinates that input coordinates `at` (ROWS,) reach by `shift` (TAPS,) along one axis, and
+    whether each is valid. Both results are (ROWS, TAPS).
+
+    If TRANSPOSED, an output coordinate is at * STRIDE + shift, and always valid. Otherwise it is (at - shift) / STRIDE,
+    and valid if it is an integer of at least 0. The caller checks whether coordinates are inside the grid.
+    """
     if TRANSPOSED:
         to = at[:, None] * STRIDE + shift[None, :]
         whole = to == to

@@ -339,7 +339,8 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
 
 
 def _check_outputs(indices: Tensor, shape: Geometry) -> None:
-    """Raise `ValueError` if the output indices, which have the dtype of `indices`, could not store all outputs."""
+    """Raise `ValueError` if the dtype of `indices` cannot store all coordinates of the output's grid. The output
+    indices have this dtype."""
     if indices.dtype == torch.int32 and not shape.subm:
         check_int32("the output's shape", shape.out_shape, "use indices.long()")
 
@@ -424,8 +425,8 @@ def _is_unseen(indices: Tensor) -> bool:
 
 
 def _counted(indices: Tensor, shape: Geometry, arguments: tuple[Any, ...]) -> Tables:
-    """Build the tables of all outputs in two functions that `repeated_rows` decorates. Between them, the host waits for
-    the number of outputs."""
+    """Build the tables of all outputs in two functions, whose repeated calls run without Python (`repeated_rows`).
+    Between the two, the host waits for the number of outputs."""
     cells, words, counts, faults = _reached_cells(*arguments)
     outputs = all_outputs(indices, shape, counts, faults)
     out_indices, neighbours = _paired(indices, cells, words, counts, faults, outputs, *arguments[1:])

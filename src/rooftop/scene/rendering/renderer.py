@@ -268,7 +268,8 @@ class Renderer:
         return stats, pictures
 
     def _answer(self, pool: Pool, wait: bool) -> Answer:
-        """Read the counters and the page requests of the frame that the device draws.
+        """Wait for the counters and the page requests of the current frame, and return them. The device may still be
+        computing the frame's outputs. Without `wait`, first prepare the pool for the next frame.
 
         Raises:
             GeometryFileError: the device refused a page. The pool is dropped.
@@ -337,16 +338,17 @@ class Renderer:
             chains.widen(chain, room)
 
     def _load_first(self, pool: Pool, chain: Chain, meshes: Meshes, pixel_error: float) -> None:
-        """Before a new pool's first frame, load the root pages and all pages that the frame needs, in one go, if they
-        fit into the pool. The trees suffice to find these pages."""
+        """Before a new pool's first frame, load the root pages and all pages that the frame needs, in one go. If they
+        do not all fit into the pool, load nothing; `Pool.begin` then loads the root pages. The trees suffice to find
+        the pages that the frame needs."""
         self._look_ahead(pool, self._chains, chain, meshes, pixel_error)
         target = pool.target()
         if target is not None:
             pool.load(target)
 
     def _meshes_now(self) -> Meshes:
-        """The scene's meshes on the device. If meshes were added since the last call, they are uploaded again; if pages
-        are streamed, a new pool of pages is created."""
+        """The scene's meshes on the device. If meshes were added or the pool was dropped since the last call, upload
+        all meshes again. With `pool_bytes`, also create a new pool in this case."""
         if self._meshes is None or self._meshes.count != len(self.scene.meshes):
             self._drop_pool()
             if self.pool_bytes is not None:

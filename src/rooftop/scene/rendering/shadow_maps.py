@@ -193,7 +193,7 @@ class _Staged:
 
 
 def _tables(lights: Sequence[Light], counts: Sequence[int], sizes: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """The fields of `buffers.Lights` that describe the lights."""
+    """The fields `kind` to `maps` of `buffers.Lights`, which have one row for each light."""
     rows: dict[str, list[Any]] = {name: [] for name in ("kind", "vector", "axis", "color", "reach", "maps")}
     first = 0
     for light, count in zip(lights, counts, strict=True):

@@ -171,13 +171,14 @@ class Stages:
         self._cull(asked, 0)
 
     def draw_captured(self, history: bool) -> None:
-        """Like `draw`. On a GPU, from the second call with the same settings on, replay a CUDA graph, because launching
-        about fifty kernels takes longer than running them."""
+        """Like `draw`. On a GPU, the second call with the same settings captures a CUDA graph. This call and later
+        calls replay the graph, because launching about fifty kernels takes longer than running them."""
         key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error), self.clock.runs)
         self._run(key, lambda: self.draw(history))
 
     def _run(self, key: tuple[object, ...], launches: Callable[[], None]) -> None:
-        """Make the launches. On a GPU, from the second call with the same key on, replay them as a CUDA graph."""
+        """Make the launches. On a GPU, the second call with the same key captures them as a CUDA graph. This call and
+        later calls replay the graph."""
         if self.clock.device.type != "cuda":
             launches()
             return

@@ -298,8 +298,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(HTTPStatus.OK, {"point": point, "view": view.plain()})
 
     def _send_path(self) -> None:
-        """Check a camera path that the user opened in the web page, as `rooftop scene render --path` does; send it
-        back."""
+        """Check a camera path that the user opened in the web page, as `rooftop scene render --path` does. Send the
+        path back, with defaults filled in."""
         self._send_json(HTTPStatus.OK, RecordedPath.of_plain(self._content()).plain())
 
     def _send_json(self, status: HTTPStatus, content: Any) -> None:

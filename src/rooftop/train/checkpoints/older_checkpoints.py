@@ -100,7 +100,8 @@ class OlderTensors:
 
 
 def _as_first(shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Mark all pieces of a rank as `first`, so that `put_together` takes them from this rank's own file."""
+    """Mark this rank as the first holder of all its pieces, also of those that an earlier rank holds too.
+    `put_together` skips pieces that are not `first`, but the rank reads only its own file."""
     return {
         name: Shard(tuple(replace(piece, first=True) for piece in shard.pieces), shard.padding)
         for name, shard in shards.items()

@@ -366,7 +366,8 @@ class _Fitting:
         return next((by for by in self.agreement.gathered(self.stop.by) if by), "the program")
 
     def _finish_reading(self) -> None:
-        """Report the results of the steps whose reading has begun, if any.
+        """Wait until the copy of step results to the host is complete, and report these results. Do nothing if no copy
+        was started.
 
         Raises:
             DivergedError: a loss or gradient was not finite and the recipe does not skip such steps; or more than

@@ -219,7 +219,8 @@ class RunFolder:
             ) from error
 
     def _is_longer(self, here: Mapping[str, Any], there: Mapping[str, Any], different: Sequence[str]) -> bool:
-        """Whether the only difference is a longer training, which can start from exported weights."""
+        """Whether the training `here` differs from the training `there` of the checkpoint only by more epochs or
+        steps. Exported weights, from which it can start, must be in the folder."""
         of_length = all(each.startswith(("recipe.run.epochs ", "recipe.run.steps ")) for each in different)
         runs = [identity.get("recipe", {}).get("run", {}) for identity in (here, there)]
         now, then = ([run.get(name) or 0 for name in ("epochs", "steps")] for run in runs)

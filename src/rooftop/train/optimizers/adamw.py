@@ -215,7 +215,8 @@ def _plain_step(optimizer: torch.optim.AdamW) -> None:
 
 
 def _is_fused(group: dict[str, Any]) -> bool | None:
-    """Whether the state has the form of PyTorch's fused AdamW, with the step count on the GPU."""
+    """The entry `fused` of a group. True if all its parameters are on GPUs: then the state has the form of PyTorch's
+    fused AdamW, with the step count on the GPU. Otherwise None, PyTorch's default."""
     return all(parameter.device.type == "cuda" for parameter in group["params"]) or None
 
 

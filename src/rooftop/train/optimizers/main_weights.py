@@ -137,8 +137,8 @@ class MainWeights:
             self._gradients.saw(self._model_has.items())
 
     def step_adopts(self) -> None:
-        """Record that the optimizer calls `before_step`. This call adopts values that were written to the model, so
-        backward need not look for such values."""
+        """Record that the optimizer calls `before_step`. The optimizer's step then adopts values that were written to
+        the model, so backward need not look for such values."""
         self._gradients.step_adopts = True
 
     def model_has(self, main: Tensor) -> nn.Parameter | None:
@@ -233,7 +233,8 @@ class _Gradients:
 
     def adopt(self, main: Tensor, own: Tensor) -> None:
         """Before the first gradient of a step, copy values that the user wrote to the model's weight into the main
-        weight. Do nothing if the optimizer calls `before_step`."""
+        weight. Do nothing if the user wrote to the main weight too, or if the optimizer calls `before_step`: the
+        step then copies these values."""
         if self.step_adopts or main.grad is not None or main in self.narrow or self.was_written(main):
             return
         with torch.no_grad():

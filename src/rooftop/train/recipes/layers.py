@@ -110,8 +110,8 @@ def _is_divided(module: nn.Module, divides: _Test, inside: bool) -> bool:
     """Whether a module is or contains a chain of layers.
 
     Args:
-        inside: whether the module is in a chain. If so, chains below the module count only if their name is in
-            `REPEATED`; without such a chain, the module is a block, i.e. one layer.
+        inside: whether the module is in a chain. If so, a chain below the module counts only if its attribute name is
+            in `REPEATED`. A member of a chain that has no such chain below it is a block, i.e. one layer.
     """
     if divides(module):
         return True

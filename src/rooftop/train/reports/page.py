@@ -116,8 +116,9 @@ class Page:
         )
 
     def _figures(self) -> list[tuple[str, str]]:
-        """The numbers in large type on the page, as (number, caption): best metric, training speed, waiting for data,
-        percentage of the roof, memory."""
+        """The numbers in large type on the page, as (number, caption): best metric, samples per second, share of the
+        steps' time spent waiting for data, percentage of the fused roof of a step (see `TaskRoof`), peak memory of
+        rank 0."""
         history, figures = self.history, list[tuple[str, str]]()
         best, task = history.best(), history.task
         if best is not None and task is not None and task.best in best.values:

@@ -90,10 +90,11 @@ class Proportions:
     def _draw(
         self, behind: list[int], drawn: list[int], count: int, all_of: int
     ) -> tuple[list[int], list[int], Ints, Ints]:
-        """Draw `count` times; returns the new state, the source of each draw, and the source's number of earlier draws.
+        """Draw `count` times. Return the new `behind` and `drawn`, the source of each draw as an index in `_parts`, and
+        the source's number of earlier draws.
 
-        `all_of` is the number of draws in this call and in the next calls of the same loop; it decides whether
-        compilation pays.
+        `all_of` is the number of draws in this call and in the later calls of the loop in `_within_period`. If it is at
+        least `COMPILED`, numba compiles `_draws`.
         """
         which, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         if all_of >= COMPILED and numba_works():

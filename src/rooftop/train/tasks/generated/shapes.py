@@ -72,7 +72,8 @@ def draw(count: int, side: int, seed: int, device: torch.device | str = "cpu") -
 def _places(radii: Tensor, tries: Tensor) -> Tensor:
     """Choose centers (B, MOST, 2) for radii (B, MOST) from candidates (B, MOST, TRIES, 2) in 0..1.
 
-    All shapes lie inside the picture.
+    Each shape takes the candidate at which its box overlaps the boxes of earlier shapes least. The candidates are
+    scaled so that all shapes lie inside the picture.
     """
     tries = radii[..., None, None] + (1 - 2 * radii[..., None, None]) * tries
     chosen = tries[:, :1, 0]  # (B, 1, 2)
