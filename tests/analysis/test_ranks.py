@@ -594,6 +594,7 @@ def test_a_rank_of_a_script_that_is_killed_is_named_and_nothing_hangs(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_between_gpus_the_rank_with_more_work_is_the_straggler(launch: Launch) -> None:
     found, status, errors = launch("""
