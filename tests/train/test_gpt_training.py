@@ -279,7 +279,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
         find_training(tmp_path, TRAINING)
     folder = save_training(tmp_path, trainer())
     (folder / "rank-00000.safetensors").write_bytes(b"nothing")
-    with pytest.raises(InputError, match=r"rank-00000\.safetensors, which has .*, has 7 bytes, expected"):
+    with pytest.raises(InputError, match=r"rank-00000\.safetensors, which has the tensor .*, has 7 bytes, expected"):
         load_training(find_training(tmp_path, TRAINING)[0], trainer())
     (folder / "training.json").write_text("{}")
     with pytest.raises(InputError, match="is not a file of rooftop train gpt --save"):

@@ -185,11 +185,13 @@ def test_a_file_that_is_cut_off_missing_or_of_another_save_is_said(two_files: Pa
     file, index = two_files / "rank-1.safetensors", two_files / "index.json"
     content, text = file.read_bytes(), index.read_text()
     file.write_bytes(content[:-1])
-    with pytest.raises(InputError, match=rf"rank-1.safetensors, which has up, has {len(content) - 1} bytes, expected"):
+    with pytest.raises(
+        InputError, match=rf"rank-1.safetensors, which has the tensor up, has {len(content) - 1} bytes, expected"
+    ):
         whole_tensor(opened(two_files), "up")
     whole_tensor(opened(two_files), "norm")  # norm is in the other file
     file.unlink()
-    with pytest.raises(InputError, match=r"rank-1\.safetensors, which has up, is missing"):
+    with pytest.raises(InputError, match=r"rank-1\.safetensors, which has the tensor up, is missing"):
         opened(two_files).check_files()
     file.write_bytes(content)
     index.write_text(text.replace('"step":3', '"step":4'))

@@ -37,7 +37,7 @@ def check_last(reader: VideoReader, position: int) -> None:
 
 
 def end_of(reader: VideoReader) -> float:
-    """The end of the last frame, in seconds on the clock of the file."""
+    """The end of the last frame, in seconds after the first stream of the file begins; 0 without frames."""
     return float(reader.times[0]) + reader.duration if len(reader) else 0.0
 
 

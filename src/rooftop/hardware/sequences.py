@@ -63,7 +63,7 @@ class StepTime:
 
     @property
     def spread(self) -> float:
-        """The width of the interval, divided by the time."""
+        """The width of the interval from `low_ms` to `high_ms`, divided by `ms`."""
         return (self.high_ms - self.low_ms) / self.ms if self.ms > 0 else 0.0
 
     @classmethod

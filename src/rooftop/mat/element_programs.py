@@ -41,8 +41,9 @@ def signed(x: Tensor) -> Tensor:
 
 
 class Numbers:
-    """Build a program whose values have one dtype: loads of Mats' elements, constants, and the store. The program's
-    arguments are the Mats, then rows of numbers (one number per channel), then single numbers.
+    """Build a program that computes in one dtype. It converts the elements that it loads from Mats to this dtype, and
+    its result to the dtype in which the result is stored. The program's arguments are the Mats, then rows of numbers
+    (one number per channel), then single numbers.
 
     Args:
         dtype: the dtype of the computation.

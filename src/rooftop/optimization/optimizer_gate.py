@@ -126,7 +126,7 @@ def _by_rounding(optimizer: torch.optim.Optimizer, exact: list[Tensor]) -> list[
 
 
 def _roundings(optimizer: torch.optim.Optimizer) -> Iterator[Rounded]:
-    """Yield one `Rounded` for each floating-point setting and each step."""
+    """Yield a `Rounded` for each pair of a floating-point setting and an optimizer step, 0 to STEPS - 1."""
     names: dict[tuple[str, int | None], None] = {}
     for group in optimizer.param_groups:
         for name, value in group.items():

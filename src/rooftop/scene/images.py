@@ -21,7 +21,8 @@ Bytes = npt.NDArray[np.uint8]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TGA", "TIFF", "GIF", "DDS")  # Pillow's names of the formats
 MOST_SIDE = 1 << 14  # texels
-# maximum number of texels of an image; they take 0.5 GB on the device. (Pillow refuses 1.3 times as many texels.)
+# maximum number of texels of an image; with its mip levels it takes 0.7 GB on the device. (Pillow refuses 1.3 times as
+# many texels.)
 MOST_TEXELS = 1 << 27
 _LIMIT = f"a texture has at most {MOST_SIDE} texels on a side and {MOST_TEXELS:,} in all: make it smaller"
 

@@ -27,7 +27,7 @@ How to read the table:
 What to do if a stage is the slowest:
   disk     put the data on a local disk, or into tar shards, which replace thousands of small files. A second
            run reads from memory, so it does not measure the disk.
-  decode   add CPUs, or store smaller photographs: a side of 1.15 times --size loses little quality.
+  decode   add CPUs, or store smaller photographs: with a shorter side of 1.15 times --size, little quality is lost.
   augment  fewer operations of RandAugment; smaller images.
   collate  smaller batches for each rank; smaller images.
   copy     its rate should be far above that of model. If not, see `rooftop ceilings`.

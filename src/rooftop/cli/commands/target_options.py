@@ -11,8 +11,8 @@ input_option = click.option(
     "inputs",
     multiple=True,
     metavar="SHAPE[:DTYPE[:HIGH]]|PHOTOS",
-    help="An input of the model: a shape (filled with random data) or photographs. Repeat the option for several "
-    "inputs.",
+    help="An input of the model: photographs, or a shape, filled with random data (integers below HIGH, which is 2 by "
+    "default). Repeat the option for several inputs.",
 )
 device_option = click.option(
     "--device", default=None, metavar="cpu|cuda[:N]", help="Device to run on.  [default: the GPU if there is one]"

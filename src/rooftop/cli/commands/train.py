@@ -101,7 +101,8 @@ class DataPaths(click.Command):
 
 @click.group(cls=Tasks, epilog=GROUP_EXAMPLES)
 def command() -> None:
-    """Train a model in one process or, under torchrun, in many, and report percent of roof."""
+    """Train a model in one process or, under torchrun, in many. Report percent of roof: the shortest time that a step
+    could take on this machine, over the measured time."""
 
 
 @command.command(cls=DataPaths, epilog=EXAMPLES)

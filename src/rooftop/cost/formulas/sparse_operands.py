@@ -67,8 +67,8 @@ def factor_bytes(left: Tensor, right: Tensor, *addends: Tensor) -> int:
 
 
 def _lines(sparse: Tensor, dimension: int) -> int:
-    """An upper bound of the number of rows (-2) or columns (-1) with a stored element, in all matrices of a batch. Each
-    stored element, or each row or column of each block, counts as a different row or column."""
+    """An upper bound of the total number of rows (-2) or columns (-1) with a stored element, over all matrices of a
+    batch. Each stored element, or each row or column of each block, counts as a different row or column."""
     values = parts(sparse)[-1]
     if sparse.layout in (torch.sparse_bsr, torch.sparse_bsc):  # (..., blocks, rows, columns)
         stored = values.numel() // (values.shape[-2] * values.shape[-1]) * values.shape[dimension]

@@ -37,7 +37,7 @@ class DrawingError(RooftopError, RuntimeError):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture, with the time and memory that drawing took.
+    """A picture, the time that drawing took, and the memory that PyTorch had allocated afterwards.
 
     Attributes:
         image: (height, width, 3) uint8.

@@ -188,11 +188,11 @@ class SavedTensors:
             return
         path, (size, _) = self.folder / file, self.files[file]
         if not path.is_file():
-            raise InputError(f"{path}, which has {name}, is missing: {AGAIN}")
+            raise InputError(f"{path}, which has the tensor {name}, is missing: {AGAIN}")
         if path.stat().st_size != size:
             raise InputError(
-                f"{path}, which has {name}, has {path.stat().st_size:,} bytes, expected {size:,}: it was cut off or "
-                f"changed; {AGAIN}"
+                f"{path}, which has the tensor {name}, has {path.stat().st_size:,} bytes, expected {size:,}: it was cut "
+                f"off or changed; {AGAIN}"
             )
         self._check_header(file)
         self._there.add(file)

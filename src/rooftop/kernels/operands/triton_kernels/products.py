@@ -19,7 +19,7 @@ def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def product(left, right, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """left @ right in float32; WIDEN as in `plus_product`."""
+    """left @ right in float32. WIDEN converts the operands to float32 first, as in `plus_product`."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision=PRECISION)
