@@ -191,8 +191,8 @@ class SavedTensors:
             raise InputError(f"{path}, which has the tensor {name}, is missing: {AGAIN}")
         if path.stat().st_size != size:
             raise InputError(
-                f"{path}, which has the tensor {name}, has {path.stat().st_size:,} bytes, expected {size:,}: it was cut "
-                f"off or changed; {AGAIN}"
+                f"{path}, which has the tensor {name}, has {path.stat().st_size:,} bytes, expected {size:,}: it was "
+                f"cut off or changed; {AGAIN}"
             )
         self._check_header(file)
         self._there.add(file)
