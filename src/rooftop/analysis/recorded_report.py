@@ -121,7 +121,10 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
             f"nothing to report: the program ended after {steps}. With NCCL, a profiler slows down all later steps, so "
             f"the first steps are timed before Rooftop's profiler starts: run {least} steps or more"
         )
-    raise InputError("nothing to report: no operator of PyTorch ran in the recorded block's own thread")
+    raise InputError(
+        "nothing to report: no operator of PyTorch ran in the thread of the recorded block or script. To analyze a "
+        "function of a file, name it: FILE.py:NAME"
+    )
 
 
 def _watched(laps: Laps) -> list[Watched]:

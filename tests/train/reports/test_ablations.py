@@ -114,7 +114,7 @@ def test_off_is_the_default_or_the_value_that_is_given() -> None:
         (["run.seed"], "each repeat has its own seed;"),
         (["mix.mixup", "mix.mixup"], "given 2 times, expected once"),
         (["mix.cutmix"], r"mix.cutmix=0.0: turn it on with --set mix\.cutmix=VALUE"),
-        (["mix.mixup=0.2"], r"already has mix\.mixup=0\.2"),
+        (["mix.mixup=0.2"], r"with and without the switch, mix\.mixup=0\.2"),
         (["mix.mixup=lots"], "expected a number"),
     ],
 )

@@ -205,8 +205,8 @@ def switches_of(recipe: Recipe, texts: Sequence[str]) -> list[Switch]:
         on, off = _value_of(recipe, name), _value_of(without, name)
         if on == off:
             raise InputError(
-                f"--ablate {text}: the recipe already has {name}={json.dumps(off)}: turn it on with --set "
-                f"{name}=VALUE, or give another value to compare with, --ablate {name}=VALUE"
+                f"--ablate {text}: with and without the switch, {name}={json.dumps(off)}: turn it on with --set "
+                f"{name}=VALUE, or name another value to compare with, --ablate {name}=VALUE"
             )
         found.append(Switch(name, on, off))
     return found
