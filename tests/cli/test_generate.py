@@ -357,6 +357,6 @@ def test_the_folder_of_a_training(text: bool, run: Run, tmp_path: Path) -> None:
     (first / "rank-00000.safetensors").write_bytes(b"half")
     status, _, err = run("--weights", tmp_path / "run", "--bytes", "--prompt", "a", "--max-new-tokens", 1)
     assert status == 2
-    assert "rank-00000.safetensors, which has embedding.tokens.weight, has 4 bytes" in err
+    assert "rank-00000.safetensors, which has the tensor embedding.tokens.weight, has 4 bytes" in err
     (first / "training.json").write_text("{}")
     assert "is not a file of rooftop train gpt --save" in run("--weights", first, "--prompt", "a")[2]
