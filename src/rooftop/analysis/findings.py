@@ -32,7 +32,7 @@ class Findings:
         host_ms: time that the host takes to launch the step; None if unknown.
         best_ms: lower end of the interval of the step's wall time (see `Summary`); None if the step was not run.
         optimizers: the optimizers whose `step` the program called and that still exist.
-        refuses_capture: whether one of these optimizers, with its settings, refuses to run inside a CUDA graph.
+        refuses_capture: whether the settings of an optimizer in `optimizers` keep its step out of a CUDA graph.
         traced_more_ms: additional busy time of the device if the program takes its code path for compilation or
             capture; None if the program then fails.
         host_work: bytes plus flops that the CPU processed in a step on a GPU.

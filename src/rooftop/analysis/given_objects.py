@@ -189,7 +189,7 @@ class _State:
 
     def look(self) -> None:
         """Find the state that a run changed. Called after each run, because the first run may create objects for later
-        runs: only what later runs change, too, is restored."""
+        runs: only what later runs also change is restored."""
         if any(weight._version != version or id(weight) in self._stepped for weight, version in self._weights):
             self.trains = True
             self.containers, self.changing, self._weights = [], [], []
@@ -201,7 +201,7 @@ class _State:
         known = {id(container.owner) for container in self.containers}
         growing = [each for each in self._after_first if each.is_changed() and not each.logs()]
         self.changing = self.changed() if growing else []
-        # Restore only what later runs changed, too, so that objects that the first run created for later runs stay.
+        # Restore only what later runs also changed, so that objects that the first run created for later runs stay.
         if all(id(container.owner) in known for container in growing):
             owners = {id(container.owner) for container in growing}
             self.changing = [each for each in self.changing if id(each.owner) in owners]

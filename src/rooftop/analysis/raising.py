@@ -33,7 +33,7 @@ REPEATS = 8
 def raised_and_kept(
     ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: torch.device
 ) -> tuple[Ceilings, list[str]]:
-    """Raise this machine's ceilings to the rates of operators that are above their roof in a second measurement, too.
+    """Raise this machine's ceilings to the rates of operators that are also above their roof in a second measurement.
     Store the raised ceilings, and return them with a note for the report."""
     known = [op for op in operators if comparable(op.record, ceilings).cost is not None]
     higher, count = raised(ceilings, known, device)

@@ -200,7 +200,7 @@ class Decoders:
         if any(each.arena.freed and not each.arena.free for each in self._processes):
             arenas = [each.arena for each in self._processes]
             freed = [(arena, arena.freed.popleft()) for arena in arenas for _ in range(len(arena.freed))]
-            with suppress(RuntimeError):  # the user's function gets this error, too: its next CUDA call raises it
+            with suppress(RuntimeError):  # the user's function also gets this error, from its next CUDA call
                 torch.cuda.synchronize()
             for arena, slot in freed:
                 arena.free.append(slot)

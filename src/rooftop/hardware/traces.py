@@ -77,7 +77,7 @@ class Trace:
 
     Args:
         device: if this is a GPU, its work is recorded.
-        host: whether to record operators, labels and calls of the CUDA runtime, too.
+        host: whether to also record operators, labels and calls of the CUDA runtime.
         save_to: a file for the events in Chrome's format, which Perfetto opens.
         read: called with the native result at the end of the block. The native result is freed when `read` returns.
         options: options of `torch.profiler.profile` (`profile_memory`, `record_shapes`).

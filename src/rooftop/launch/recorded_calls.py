@@ -123,7 +123,7 @@ def recording_of(
         mine = of_operator.index(filled) if filled in of_operator else None
         if each.requires_grad != (mine is not None):
             raise Unplanned(
-                "a result that requires grad is not a result of the operator, or a result of the operator is detached"
+                "a result that requires grad does not come from the operator, or one from the operator is detached"
             )
         if mine is None:
             continue

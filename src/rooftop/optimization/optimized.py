@@ -185,8 +185,8 @@ class OptimizedModule(nn.Module):
 
     def __new__(cls, original: nn.Module, *args: Any) -> OptimizedModule:
         """Create an object whose class has two kinds of the original's methods: special methods of containers, such as
-        `__len__`, because Python looks them up in the class; and methods that the original has in place of those of
-        `nn.Module`, such as its own `parameters`.
+        `__len__`, because Python looks them up in the class; and overrides of methods of `nn.Module`, such as
+        `parameters`.
         """
         names = [name for name in OF_CONTAINERS if hasattr(type(original), name)]
         names += [name for name in PUBLIC if getattr(type(original), name) is not getattr(nn.Module, name)]

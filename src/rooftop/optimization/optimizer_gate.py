@@ -4,7 +4,7 @@ The changed and the original optimizer make some steps from the same state with 
 are compared with those of the original optimizer in float64. Kernels may store settings in float32 (float64 for float64
 parameters), as PyTorch's fused steps on GPUs do. In float32, 1 - 0.999 has a relative error of 1e-5. So a correct step
 can have a much larger error than the original, which computes such numbers in Python. Therefore the error that one
-rounding of a setting causes in a step is allowed, too.
+rounding of a setting causes in a step is also allowed.
 """
 
 from __future__ import annotations

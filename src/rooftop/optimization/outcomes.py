@@ -64,7 +64,7 @@ class Step:
     """How a model is run: forward, or forward and backward.
 
     Attributes:
-        training: run backward, too.
+        training: also run backward.
         loss: computes the loss from the output; None: if only one output tensor requires a gradient, and it has one
             element, it is the loss; otherwise all outputs get fixed random gradients.
     """

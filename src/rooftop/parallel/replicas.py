@@ -40,7 +40,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: 
     The first replica is the module itself. The first replica's writes to buffers (such as batch norms' running
     statistics) and attributes persist; the other replicas' writes are lost. Parameters and modules with several names
     keep all names in each replica. Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if
-    they are on the module's device. Modules and bound methods in attributes are copied, too. A replica's `parameters()`
+    they are on the module's device. Modules and bound methods in attributes are also copied. A replica's `parameters()`
     returns the replica's tensors. Except in the first replica, these tensors are copies, not leaves, so their
     `.grad` stays None.
 

@@ -1,6 +1,6 @@
 """Split a batch into a share for each device. Each value is split, copied or passed on unchanged, or raises an error.
 
-Tensors determine the number of samples. Lists and arrays with one item per sample are split, too, so that an image
+Tensors determine the number of samples. Lists and arrays with one item per sample are also split, so that an image
 stays with its label.
 """
 

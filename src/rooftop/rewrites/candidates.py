@@ -34,7 +34,7 @@ class Call:
             strides and dtypes.
         device: the device on which the operator runs.
         count: number of equal calls in the step.
-        ms: total time in ms of these `count` calls.
+        ms: time in ms of all `count` calls together.
         alone: time in ms of one such call that runs by itself, by the memory layout in which it was timed, such as
             "channels last". The time is stored because several rules need it.
     """
@@ -243,7 +243,7 @@ class Candidate:
 
         Args:
             arguments: the tensors that the user passes to the model. A model without parameters and buffers runs on the
-                GPU if one of these tensors is on the GPU.
+                GPU if any of them is there.
 
         Raises:
             TypeError: the model cannot be copied.

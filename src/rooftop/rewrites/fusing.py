@@ -6,7 +6,7 @@ When is fusing allowed? The traces of `folding.py` show which convolutions' resu
 or by a sum that only an activation uses. The operations between the convolution and the activation must be known to
 change no other tensor. Such a convolution returns a promise, which stands for its result. A sum is recorded in the
 promise, and the activation computes everything at once. Any other use of a promise computes the tensor for which it
-stands, without an activation. So the trace decides only the speed: a call on another path returns correct numbers, too.
+stands, without an activation. So the trace affects only the speed: a call on another path also returns correct numbers.
 Only code that changes an inference tensor in place may get wrong numbers, since such tensors have no version counter.
 Shapes are known only in the call. If a shortcut then needs broadcasting or a cast, PyTorch computes the sum.
 """

@@ -234,8 +234,8 @@ def recorded(
         UncapturedError: the host synchronizes with the GPU, or the capture failed.
         OutOfMemoryError: the capture needs more memory.
     """
-    # `waits`, too, runs the model inside `unaware`. `unaware` replaces `torch.cuda.is_current_stream_capturing`, so
-    # compiled code that calls this function is compiled again, which must happen before the capture.
+    # `waits` also runs the model inside `unaware`, which replaces `torch.cuda.is_current_stream_capturing`. So compiled
+    # code that calls this function is compiled again in `waits`, before the capture.
     with unaware(stream) as audience:
         found = waits(call)
         try:

@@ -77,7 +77,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def is_split(module: nn.Module) -> bool:
-    """Whether `split` has divided the module into a plain batch norm and other submodules."""
+    """Whether `split` has replaced the module by a chain of a plain batch norm and other submodules."""
     return isinstance(vars(module).get("forward"), Chain)
 
 

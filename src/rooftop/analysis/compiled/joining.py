@@ -232,8 +232,8 @@ class _Walk:
             self._owners[part.source.correlation_id()] = operator
 
     def assign(self, kernels: Sequence[Kernel], host: Sequence[Any]) -> list[Kernel]:
-        """Assign each kernel to the operator that launched it. For kernels that a CUDA graph replayed, add operators
-        from the compiled graph's `KernelWork`s. Return the kernels without an operator.
+        """Assign each kernel to the operator that launched it, and return the kernels without an operator. Kernels that
+        a CUDA graph replayed are assigned to new operators, made from the compiled graph's `KernelWork`s.
         """
         replays = {e.correlation_id(): e for e in host if e.name().startswith("cudaGraphLaunch")}
         launches = {e.correlation_id(): e.start_ns() for e in host if e.name().startswith("cu")}
@@ -317,8 +317,8 @@ def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
 
 
 def _pointer_bytes(event: Any) -> tuple[int, int] | None:
-    """(bytes of the tensors that a launched Triton kernel reads, bytes of those that it writes); None if unknown. The
-    names of the kernel's pointers show which tensors it writes. `event` is the launch on the host."""
+    """The bytes that a Triton kernel reads and the bytes that it writes; None if unknown. The names of its pointers
+    show which tensors it writes. `event` is the kernel's launch on the host."""
     file = dict(event.kwinputs() or {}).get("kernel_file") if hasattr(event, "kwinputs") else None
     names = _pointer_names(str(file)) if file else ()
     tensors = dict(tensors_of(event))

@@ -258,7 +258,7 @@ def _watching(number: int) -> Iterator[None]:
     """With NCCL, if any rank records a failure during the block, abort this rank's communicators. A collective in which
     this rank waits for the failed rank then ends.
 
-    gloo cannot be aborted; its collectives fail by themselves when the failed process ends.
+    gloo has no abort; its collectives fail when the failed process ends.
     """
     if "nccl" not in dist.get_backend():
         yield

@@ -106,7 +106,7 @@ NO_WORK = re.compile(r"c10d::|_?c10d_functional::|_c10d_functional_autograd::|re
 
 def _work_on_gpu(events: Sequence[Any], device: torch.device) -> tuple[list[Interval], list[Interval]]:
     """The intervals of communication on this device, and of its other work. The intervals of collectives on the host
-    (gloo) count as communication, too."""
+    (gloo) also count as communication."""
     here = (e for e in events if e.device_type().name != "CUDA" or e.device_index() == (device.index or 0))
     communication = [_span(event) for event in events if HOST_COLLECTIVE.match(event.name())]
     other: list[Interval] = []

@@ -104,7 +104,7 @@ def sampled_product(call: Call) -> Cost:
 @cost_of("aten::_sparse_mm_reduce_impl")
 def product_reduced(call: Call) -> Cost:
     """Cost of a product that takes maxima, minima or means instead of sums. For maxima and minima, the positions of the
-    picked elements are results, too."""
+    picked elements are also results."""
     left, right = call["self"], call["other"]  # (m, k) sparse, (k, n)
     count = stored_elements(left) * right.shape[-1]
     division = elements(call.results[0]) if call["reduce"] == "mean" else 0

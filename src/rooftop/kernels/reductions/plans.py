@@ -84,8 +84,8 @@ class ReductionPlan:
 
 @dataclass(frozen=True)
 class View:
-    """The tensor to reduce, with its dimensions merged to four: two that are kept and two that are reduced. A view
-    stores the sizes and strides of these dimensions, and the strides of the result along the two kept dimensions.
+    """The sizes and strides of the tensor to reduce, with its dimensions merged to two kept and two reduced ones, and
+    the result's strides along the two kept ones.
     """
 
     kept: tuple[int, int]
@@ -203,7 +203,7 @@ def _of_view(
 def _reduction(
     kind: str, view: View, dtype: torch.dtype, result: torch.dtype, processors: int, early: bool, counted: bool
 ) -> ReductionPlan:
-    """The plan of a forward reduction of `view`. The backward of maxima and minima uses such a plan, too, to count for
+    """The plan of a forward reduction of `view`. The backward of maxima and minima also uses such a plan, to count for
     each result the elements that equal it (ties).
     """
     kept, reduced, split, parameters = _tile(view, kind, dtype.itemsize)

@@ -139,8 +139,8 @@ class NextFrameNetwork(nn.Module):
 
         Args:
             hidden: hidden states of the last layer.
-            ahead: whether the head computes the frame of step t from the hidden states of steps t - 1, t and t + 1, as
-                the network of Keras's example does. If False, the head does not read step t + 1: it computes each frame
+            ahead: whether the head computes frame t from the hidden states of steps t - 1, t and t + 1, as in Keras's
+                example. If False, the head does not read step t + 1: it computes each frame
                 as if step t were the last step, as in prediction. With every_frame=False, `ahead` has no effect.
         """
         if self.every_frame:

@@ -76,8 +76,8 @@ def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[Pa
 
 
 def _parts(path: Path) -> tuple[Document, tuple[int, int]]:
-    """Read the JSON of a glTF file, and the offset and length of a GLB's binary chunk in bytes; (0, 0) without a chunk.
-    The chunk itself is not read here."""
+    """Read the JSON of a glTF file. Return it with the offset and length in bytes of a GLB's binary chunk, which is not
+    read; (0, 0) if there is none."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(12)
@@ -186,8 +186,8 @@ class _Plain:
         return mesh | {"primitives": primitives}
 
     def made(self) -> bytes | None:
-        """Convert all meshes, and return the whole document as the bytes of a GLB. None if the original file can be
-        read as it is. Warn of points, lines and scenes that are ignored."""
+        """Convert all meshes, and return the whole document as the bytes of a GLB; None if the original file can be
+        read unchanged. Points, lines and scenes that are ignored cause a warning."""
         if self._scenes > 1:
             warnings.warn(f"{self._path}: only the default one of its {self._scenes} scenes is read", stacklevel=4)
         left_out: dict[str, int] = {}

@@ -62,7 +62,7 @@ class Front:
     """The C clusters that no coarser clusters have replaced so far.
 
     Attributes:
-        corners: (T, 3) the vertices of all triangles of these clusters, cluster by cluster.
+        corners: (T, 3) vertex indices of the triangles, cluster by cluster.
         triangles: (C,) number of triangles of each cluster.
         numbers: (C,) the clusters' numbers, which count all clusters of the build in order of creation.
         tries: (C,) how often each cluster was in a group that did not become fewer clusters.

@@ -134,7 +134,7 @@ def checked_mesh(
         materials: (F,) integers, 0 to 65535.
         precision: the largest step of the grid, in object units. By default, the step is at most 1/64 of the mean edge
             and 1/16384 of the extent. If that grid would remove faces that are not needles, the step is also at most
-            1/16 of the length that the shortest edge of 95% of these faces exceeds.
+            1/16 of the 5th percentile of these faces' shortest edges.
         colors: (V, 3), 0 to 1, or uint8.
         workers: the processes and threads that share the work.
 
