@@ -116,6 +116,15 @@ def test_html_report_is_written_where_it_says(run: Run, net: str, tmp_path: Path
     assert page.read_text().lstrip().lower().startswith("<!doctype html>")
 
 
+def test_a_prediction_of_training_keeps_the_measured_page(run: Run, net: str, tmp_path: Path) -> None:
+    for more in ([], ["--train"]):
+        status, _, err = run(f"{net}:build_with_input", *more)
+        assert status == 0, err
+    assert main(["analyze", f"{net}:build_with_input", "--train", "--predict", "h200"]) == 0
+    names = sorted(page.stem for page in tmp_path.glob("*.html"))
+    assert [name.partition("build_with_input")[2] for name in names] == ["", "-training", "-training-on-h200"]
+
+
 def test_photographs_are_an_input(run: Run, tmp_path: Path) -> None:
     from skimage import data
 

@@ -61,7 +61,7 @@ def run(
     """Run the command that `rooftop.cli.commands.analyze:command` describes."""
     if no_html and output is not None:
         raise click.UsageError(f"--no-html writes no page, and -o names one ({output}): leave out one of them")
-    html_path = None if no_html else output or Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', target)}.html")
+    html_path = None if no_html else output or _usual_page(target, train, machine)
     if not first_rank():  # only the first rank writes and prints
         json_path = html_path = trace = None
     check_outputs({"HTML": [html_path], "JSON": [trace]}, json_path)
@@ -146,6 +146,12 @@ def _show(
     for what, path in (("report", json_path), ("report", html_path), ("trace", trace)):
         if path is not None and path.exists():  # without enough steps there is no trace, and a note says so
             click.echo(f"{what}: {path}")
+
+
+def _usual_page(target: str, train: bool, machine: str | None) -> Path:
+    """The default path of the page. Training and prediction have their own, so that they keep a measured page."""
+    parts = [target, *(["training"] if train else []), *(["on", Path(machine).stem] if machine else [])]
+    return Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', '-'.join(parts))}.html")
 
 
 def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None, trace: Path | None, rows: int) -> None:

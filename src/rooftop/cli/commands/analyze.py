@@ -80,7 +80,10 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
 @click.option("--counted-step", "step_only", is_flag=True, hidden=True)
 @json_option("the report")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Path of the HTML report.  [default: rooftop-TARGET.html]"
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Path of the HTML report.  [default: rooftop-TARGET.html; --train adds -training, --predict -on-MACHINE]",
 )
 @click.option("--no-html", is_flag=True, help="Write no HTML report.")
 @click.option(
