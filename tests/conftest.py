@@ -35,7 +35,7 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import psutil
@@ -46,6 +46,7 @@ from rooftop.analysis import profiling
 from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings
 from rooftop.kernels.operands import launch_data
 from rooftop.launch import INTERPRETED, cuda, known_calls, nvrtc, repeated_calls
+from rooftop.launch.triton_launch import record_launch
 
 # A first call imports and compiles. The same tree gives the same result; `--hypothesis-profile=random` looks further.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
@@ -484,14 +485,37 @@ class KernelOnCpu:
     def launch(
         self, grid: Size, block: Size, *arguments: Any, shared_bytes: int = 0, cluster: int | None = None
     ) -> None:
-        sizes = (*self.real.check(grid, block, shared_bytes, cluster), *_three(block), cluster or 1, shared_bytes)
+        blocks = self.real.check(grid, block, shared_bytes, cluster)
+        sizes = (*blocks, *_three(block), cluster or 1, shared_bytes)
         values = self.real._signature.values(arguments, -1)  # the CPU, as torch numbers devices
-        self.run((ctypes.c_uint * 8)(*sizes), *values)
-        self.launches[self.real.name.partition("<")[0]] += 1
+        made = ConfiguredOnCpu(self, (ctypes.c_uint * 8)(*sizes), values)
+        made.start(values)
+        record_launch(made.name, made, blocks, arguments)
 
     def active_clusters(self, block: Size, cluster: Size, shared_bytes: int, device: torch.device) -> int:
         self.real.check(cluster, block, shared_bytes, cluster)
         return 2
+
+
+class ConfiguredOnCpu(NamedTuple):
+    """What `rooftop.launch.cuda.Configured` is for a kernel on a GPU."""
+
+    kernel: KernelOnCpu
+    sizes: ctypes.Array[ctypes.c_uint]
+    values: list[Any]
+
+    takes_descriptors = False
+
+    @property
+    def name(self) -> str:
+        return self.kernel.real.name
+
+    def launch(self, grid: tuple[int, ...], given: Sequence[Any]) -> None:
+        self.start(self.kernel.real.values_at(self.values, given))
+
+    def start(self, values: Sequence[Any]) -> None:
+        self.kernel.run(self.sizes, *values)
+        self.kernel.launches[self.name.partition("<")[0]] += 1
 
 
 def _three(size: Size) -> Size:

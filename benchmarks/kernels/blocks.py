@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import rooftop
 from rooftop.hardware import Ceilings, ceilings_of, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
+from rooftop.launch import repeated_calls
 from rooftop.whole_files import write_json
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "transformer_blocks.py"
@@ -45,6 +46,8 @@ def main() -> None:
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
+    if not options.quick:
+        repeated_calls.build()
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
     found: dict[str, Any] = {"environment": environment, "dtype": "bfloat16", "seed": options.seed, "rows": []}

@@ -27,6 +27,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.hardware.timing import rotated
 from rooftop.kernels import add_layer_norm, add_layer_norm_cuda, layer_norm
+from rooftop.launch import repeated_calls
 from rooftop.whole_files import write_json
 
 DRAWN = tuple(random.randint(*span) for span in ((64, 1024), (1024, 4096), (4096, 16384)))
@@ -43,6 +44,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
+    repeated_calls.build()
     ceilings = measure_ceilings("cuda")
     rows: list[dict[str, Any]] = []
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}

@@ -31,6 +31,7 @@ from rooftop.cost import CountingMode, roof
 from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.hardware.timing import rotated, rotated_copies
+from rooftop.launch import repeated_calls
 from rooftop.whole_files import write_json
 
 SIZES = (1 << 20, 1 << 24, 1 << 28)
@@ -74,6 +75,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
     drawn = [random.Random(options.seed + i).randint(*span) for i, span in enumerate(SPANS)]
+    repeated_calls.build()
     ceilings = measure_ceilings("cuda")
     sums = [Case("sum", (n,), None, torch.float32) for n in (*SIZES, *drawn)]
     found: dict[str, Any] = {"environment": {"device": ceilings.device, "versions": dict(ceilings.versions)}}

@@ -27,6 +27,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured, waits_for_gpu
 from rooftop.hardware.timing import rotated
 from rooftop.kernels import embedding, merge_attention_states, rope_pair, swiglu
+from rooftop.launch import repeated_calls
 from rooftop.whole_files import write_json
 
 Function = Callable[..., Any]
@@ -53,6 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
+    repeated_calls.build()
     ceilings = measure_ceilings("cuda")
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
     found: dict[str, Any] = {"environment": environment, "dtype": "bfloat16", "seed": options.seed, "rows": []}

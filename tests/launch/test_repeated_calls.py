@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from rooftop import kernels
 from rooftop.cost import CountingMode
 from rooftop.inference import Engine
 from rooftop.kernels.losses import losses
-from rooftop.launch import INTERPRETED, count_launches, cpp_extensions, known_calls, native_calls, repeated_calls
+from rooftop.kernels.operands import launch_data
+from rooftop.kernels.softmaxes import clusters, plans, tables
+from rooftop.kernels.softmaxes.tables import ClusterConfig
+from rooftop.launch import INTERPRETED, count_launches, cpp_extensions, cuda, known_calls, native_calls, repeated_calls
 from rooftop.launch.cpp_extensions import Extension
 from rooftop.launch.lessons import Lesson, lesson_of
 from rooftop.launch.recorded_calls import Backward
@@ -581,6 +585,26 @@ def test_threads(made: Callable[[], int]) -> None:
     assert made()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [64, 50_257])
+def test_a_new_thread_has_no_context_yet(columns: int, made: Callable[[], int]) -> None:
+    """Triton launches the kernel for 64 columns; that for 50,257 columns is in CUDA C++. If memory comes from PyTorch's
+    cache, nothing before the launch has made a CUDA context current in the thread."""
+    x = torch.randn(8, columns, device="cuda", dtype=torch.bfloat16)
+    expected, *_ = several(lambda: kernels.softmax(x, -1))
+    torch.cuda.synchronize()
+    made()
+
+    def work() -> Tensor:
+        return kernels.softmax(x, -1)
+
+    for in_python in (False, True):
+        with repeated_calls.in_python() if in_python else nullcontext(), ThreadPoolExecutor(1) as thread:
+            found = thread.submit(work).result()
+        assert torch.equal(found, expected)
+        assert made() == (not in_python)
+
+
 @needs_kernels
 def test_a_lesson_is_not_disturbed_by_calls_of_other_threads(
     made: Callable[[], int], monkeypatch: pytest.MonkeyPatch
@@ -833,6 +857,95 @@ def _in_background(extension: Extension) -> list[Any]:
         if thread.name == "rooftop-part":
             thread.join(120)
     return loaded
+
+
+# ---- kernels in CUDA C++ -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_clusters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Gives a function that lets kernels in CUDA C++ compute softmax and cross entropy of a device's tensors."""
+
+    def turn_on(device: str) -> None:
+        if device == "cuda":
+            if not clusters.is_installed() or torch.cuda.get_device_capability() < (9, 0):
+                pytest.skip("needs cuda.core and a GPU with clusters")
+            return
+        request.getfixturevalue("cuda_on_cpu")
+        hopper = launch_data.Device(triton=True, processors=2, shared_bytes=1 << 20, cuda=9)
+        for each in (clusters, plans):
+            monkeypatch.setattr(each, "device_facts", lambda device: hopper)
+        monkeypatch.setattr(clusters, "is_installed", lambda: True)
+        table = tuple(ClusterConfig(0, 1 << 30, 2, 64, 4, 1, odd=odd) for odd in (False, True))
+        for name in ("CLUSTER_FORWARD", "CLUSTER_BACKWARD", "CLUSTER_FUSED"):
+            monkeypatch.setattr(tables, name, table)
+        plans.forget()
+
+    yield turn_on
+    plans.forget()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 50), (9, 64)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_in_cuda_are_launched_without_python(
+    device: str, rows: int, columns: int, made: Callable[[], int], in_clusters: Callable[[str], None]
+) -> None:
+    """Clusters that finish their rows take further rows from a counter, which PyTorch fills with 0 in each call."""
+    skip_without_kernels(device)
+    in_clusters(device)
+    if device == "cuda":  # the tables of a GPU list longer rows
+        rows, columns = 300 * rows, 1000 * columns + columns % 4
+    x = torch.randn(rows, columns, device=device, dtype=torch.bfloat16, requires_grad=True)
+    slope = torch.randn_like(x)
+    target = torch.randint(columns, (rows,), device=device)
+
+    def softmax() -> list[Tensor]:
+        y = kernels.softmax(x, -1)
+        return [y.detach(), *torch.autograd.grad(y, x, slope)]
+
+    def cross_entropy() -> list[Tensor]:
+        loss = kernels.cross_entropy(x, target)
+        return [loss.detach(), *torch.autograd.grad(loss, x)]
+
+    calls = (softmax, cross_entropy) if device == "cuda" else (softmax,)  # on a CPU, cross entropy checks its targets
+    for call in calls:
+        with repeated_calls.in_python(), count_launches() as launches:
+            expected = call()
+        assert any("_cluster<" in name for name in launches), launches
+        assert made() == 0
+        assert same([expected, *several(call)])
+        assert made() >= 5, repeated_calls.reasons
+        with torch.no_grad():  # other addresses
+            x.copy_(torch.randn_like(x))
+            moved = x.detach().clone().requires_grad_()
+        with repeated_calls.in_python():
+            expected = call()
+        made()
+        x, kept = moved, x
+        assert same([expected, call()])
+        assert made() == 2
+        x = kept
+
+
+@needs_kernels
+def test_kernels_in_cuda_on_memory_of_unknown_origin_are_launched_by_python(
+    made: Callable[[], int], cuda_on_cpu: Any
+) -> None:
+    """The call of a function that also reads a tensor which is no argument."""
+    source = 'extern "C" __global__ void add(const float* x, const float* y, float* z) { *z = *x + *y; }'
+    hidden = [torch.ones(1)]
+
+    @repeated_calls.repeated
+    def add_hidden(x: Tensor) -> Tensor:
+        z = torch.empty_like(x)
+        cuda.compile(source, "add", arch="sm_90").launch(1, 1, x, hidden[0], z)
+        return z
+
+    for i in range(6):
+        hidden[0] = torch.full((1,), float(i))
+        assert add_hidden(torch.ones(1)).item() == 1 + i
+    assert made() == 0
+    assert "neither an argument nor an allocation" in repeated_calls.reasons["add_hidden"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")

@@ -75,3 +75,14 @@ def _record(tree: Any, stream: torch.cuda.Stream) -> None:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.is_cuda:
             leaf.record_stream(stream)
+
+
+def ensure_context(device: torch.device | None = None) -> None:
+    """Make a GPU's CUDA context current in this thread, if it has none. Call this before calls of the CUDA driver.
+
+    A new thread has no context until it calls the CUDA runtime. An allocation from PyTorch's cache is no such call.
+
+    Args:
+        device: torch's current device; None has the same meaning.
+    """
+    torch.cuda.current_stream(device).query()

@@ -203,8 +203,8 @@ def _launches_of(lesson: Lesson, by_driver: bool = True) -> list[dict[str, Any]]
 
 
 def _launch_of(step: Step | Called, varied: Varied | None = None, by_driver: bool = True) -> dict[str, Any]:
-    """Describe a step for the C++ code: a launch by the driver, a launch by Python if the driver cannot launch the
-    kernel, or a call of an operator of PyTorch.
+    """Describe a step for the C++ code: a launch by the driver, a launch by Python if the driver alone cannot launch
+    the kernel, or a call of an operator of PyTorch.
     """
     if isinstance(step, Called):
         schema = step.func._schema
@@ -214,7 +214,7 @@ def _launch_of(step: Step | Called, varied: Varied | None = None, by_driver: boo
             "arguments": {name: _argument(each) for name, each in step.arguments.items()},
             "made": step.made,
         }
-    described = for_driver(step, varied) if by_driver and step.compiled is not None else None
+    described = for_driver(step, varied) if by_driver else None
     if described is None and varied is not None:
         described = {"python": partial(_launch_varying, step, *varied)}
     return described or {"python": partial(known_calls.launch_steps, (step,))}

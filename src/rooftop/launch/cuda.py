@@ -20,16 +20,17 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from rooftop.errors import LaunchError
 from rooftop.hardware.occupancies import MULTIPROCESSORS, WARP
-from rooftop.launch import nvrtc
+from rooftop.launch import nvrtc, triton_launch
 from rooftop.launch.kernel_arguments import Signature, first_device, signature
 from rooftop.launch.triton_launch import record_launch
 from rooftop.words import first_line
@@ -187,7 +188,12 @@ class Kernel:
             configuration = self._configure(*key)
         with nullcontext() if torch._C._cuda_getDevice() == device else torch.cuda.device(device):
             self._start(device, configuration, values)
-        record_launch(self.name)
+        if triton_launch._observer is None or SYNCHRONOUS:
+            record_launch(self.name)
+        else:
+            blocks, threads, sizes = self._dimensions(grid, block, cluster)
+            made = Configured(self, device, configuration, values, threads, shared_bytes, sizes, cooperative)
+            record_launch(self.name, made, blocks, arguments)
 
     def check(
         self, grid: Size, block: Size, shared_bytes: int = 0, cluster: Size | None = None
@@ -210,6 +216,22 @@ class Kernel:
         if cluster is not None:
             self._check_cluster(blocks, _three(what, "cluster", cluster, least=1))
         return blocks
+
+    def _dimensions(
+        self, grid: Size, block: Size, cluster: Size | None
+    ) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int] | None]:
+        """A valid grid, block and cluster in three dimensions."""
+        what = f"kernel {self.name}"
+        sizes = None if cluster is None else _three(what, "cluster", cluster, least=1)
+        return _three(what, "grid", grid, least=0), _three(what, "block", block, least=1), sizes
+
+    def values_at(self, values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        """The arguments of an earlier launch, `values`, with the addresses that `given` has in their places."""
+        kinds = self.binary.types
+        return [
+            (new if isinstance(new, int) else 0) if kind.endswith("*") else old
+            for kind, old, new in zip(kinds, values, given, strict=True)
+        ]
 
     def _too_many_threads(self, threads: tuple[int, int, int]) -> str:
         count, most = math.prod(threads), self.max_threads_per_block
@@ -386,6 +408,49 @@ class Kernel:
             torch.cuda.current_stream(device).synchronize()
         except RuntimeError as error:
             raise LaunchError(f"{what}: {first_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A kernel with all that a launch on one device needs, except the addresses of its tensors. known_calls.py and
+    repeated_calls.cpp repeat launches with it.
+
+    Attributes:
+        configuration: grid, block and so on, as an object of `cuda.core`.
+        values: the kernel's arguments, as `cuda.core.launch` takes them. The addresses are those of the first launch.
+        threads: threads of a block in three dimensions.
+        cluster: blocks of a cluster in three dimensions, or None.
+    """
+
+    kernel: Kernel
+    device: int
+    configuration: Any
+    values: list[Any]
+    threads: tuple[int, int, int]
+    shared_bytes: int
+    cluster: tuple[int, int, int] | None
+    cooperative: bool
+
+    takes_descriptors: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, by which launches are counted."""
+        return self.kernel.name
+
+    @property
+    def handle(self) -> int:
+        """The loaded kernel's handle (a CUkernel), which is valid in all contexts."""
+        return int(self.kernel._loaded.handle)
+
+    def launch(self, grid: tuple[int, ...], given: Sequence[Any]) -> None:
+        """Launch the kernel on the current stream. The kernel's device must be the current device.
+
+        Args:
+            grid: the grid of the first launch.
+            given: the kernel's arguments, with addresses for pointers.
+        """
+        self.kernel._start(self.device, self.configuration, self.kernel.values_at(self.values, given))
 
 
 def _is_of_the_driver(error: Exception) -> bool:

@@ -1,5 +1,5 @@
-"""Describe launches of Triton kernels for the CUDA driver: the bytes of a kernel's parameters, and the offsets of
-pointers in these bytes.
+"""Describe launches of kernels of Triton and CUDA C++ for the CUDA driver: the bytes of a kernel's parameters, and the
+offsets of pointers in these bytes.
 
 `call_plans.py` makes plans of such launches, and `repeated_calls.cpp` passes them to the driver.
 """
@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from rooftop.launch.compiled_kernels import Compiled
+from rooftop.launch.cuda import Configured
+from rooftop.launch.kernel_arguments import FLOATS, INTEGERS
 from rooftop.launch.known_calls import Step
 from rooftop.launch.lessons import Varied
 
@@ -21,13 +24,52 @@ _FORMATS = {
 }  # fmt: skip
 
 
+_OF_DTYPES = {
+    torch.int8: "b", torch.uint8: "B", torch.int16: "h", torch.uint16: "H", torch.int32: "i", torch.uint32: "I",
+    torch.int64: "q", torch.uint64: "Q", torch.float16: "e", torch.float32: "f", torch.float64: "d",
+}  # fmt: skip
+_CPP_FORMATS = {name: _OF_DTYPES[dtype] for name, dtype in (INTEGERS | FLOATS).items()} | {"bool": "?"}
+
+
 def for_driver(step: Step, varied: Varied | None = None) -> dict[str, Any] | None:
     """Describe a recorded launch for the C++ code, which repeats it through the CUDA driver. `varied` has formulas for
-    the grid and for integer arguments of the kernel that vary from call to call. Return None if only Triton can launch
-    the kernel.
+    the grid and for integer arguments of the kernel that vary from call to call. Return None if the driver cannot
+    launch the kernel without Python.
     """
-    assert step.compiled is not None
-    compiled: Any = step.compiled.whole
+    if isinstance(step.compiled, Configured):
+        return _of_cuda(step, step.compiled)
+    return _of_triton(step, step.compiled, varied) if isinstance(step.compiled, Compiled) else None
+
+
+def _of_cuda(step: Step, made: Configured) -> dict[str, Any]:
+    pointers = {each.place: each for each in step.pointers}
+    packed, patches = _Parameters(), []
+    for i, (kind, value) in enumerate(zip(made.kernel.binary.types, step.given, strict=True)):
+        if i in pointers:
+            patches.append((i, pointers[i].source, pointers[i].offset))
+        packed.add(bytes(8) if kind.endswith("*") else struct.pack(_CPP_FORMATS[kind], value))
+    return {
+        "python": None,
+        "function": made.handle,
+        "in_all_contexts": True,
+        "grid": step.grid,
+        "block": made.threads,
+        "cluster": made.cluster,
+        "shared": made.shared_bytes,
+        "early": False,
+        "cooperative": made.cooperative,
+        "parameters": packed.values,
+        "offsets": packed.offsets,
+        "sizes": packed.sizes,
+        "patches": patches,
+        "maps": [],
+        "grid_formulas": [],
+        "numbers": [],
+    }
+
+
+def _of_triton(step: Step, made: Compiled, varied: Varied | None) -> dict[str, Any] | None:
+    compiled: Any = made.whole
     about = compiled.metadata
     scratch = about.global_scratch_size or about.profile_scratch_size
     if about.num_ctas != 1 or about.launch_cooperative_grid or scratch:
@@ -36,17 +78,17 @@ def for_driver(step: Step, varied: Varied | None = None) -> dict[str, Any] | Non
     maps = iter(getattr(about, "tensordesc_meta", None) or ())
     packed, patches, replaced = _Parameters(), [], []
     numbers, formulas = [], {} if varied is None else varied.numbers
-    values = [*step.given, *step.compiled.constants]
+    values = [*step.given, *made.constants]
     for i, (name, value) in enumerate(zip(step.kernel.arg_names, values, strict=True)):
         kind = compiled.src.signature[name]
         if kind == "constexpr":
             continue
         if kind.startswith("tensordesc"):
-            made = _tensor_map(step, i, next(maps, None))
-            if made is None:
+            tensor_map = _tensor_map(step, i, next(maps, None))
+            if tensor_map is None:
                 return None
             replaced.append((len(packed.offsets), pointers[i].source, pointers[i].offset))
-            packed.add(made, 64)
+            packed.add(tensor_map, 64)
             for size in value.shape:
                 packed.add(struct.pack("i", size))
             for stride in value.strides:
@@ -68,10 +110,13 @@ def for_driver(step: Step, varied: Varied | None = None) -> dict[str, Any] | Non
     return {
         "python": None,
         "function": compiled.function,
+        "in_all_contexts": False,
         "grid": (*step.grid, 1, 1)[:3],
-        "threads": 32 * about.num_warps,
+        "block": (32 * about.num_warps, 1, 1),
+        "cluster": None,
         "shared": about.shared,
         "early": bool(about.launch_pdl),
+        "cooperative": False,
         "parameters": packed.values,
         "offsets": packed.offsets,
         "sizes": packed.sizes,

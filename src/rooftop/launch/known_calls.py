@@ -3,9 +3,9 @@ decisions.
 
 All decisions of an operator (views, grids, constants, choice of kernels) depend on the *facts* of its arguments. Facts
 are shapes, strides, dtypes, device, alignment, and values that are not tensors. The second call with the same facts is
-observed. If this call only allocates memory, makes views, and launches Triton kernels, later calls with the same facts
-replay its allocations and launches. A pointer of a launch is the address of an argument or allocation plus a constant
-offset. Calls that do anything else (copies, PyTorch's own operators, CUDA C++) are not replayed.
+observed. If this call only allocates memory, makes views, and launches kernels of Triton or CUDA C++, later calls with
+the same facts replay its allocations and launches. A pointer of a launch is the address of an argument or allocation
+plus a constant offset. Calls that do anything else (copies, PyTorch's own operators) are not replayed.
 
 An operator opts in by `declare(..., known=...)`. The decisions of the operator's `run` may depend only on the facts and
 on settings that `known` returns, but not on the contents of memory.
@@ -28,6 +28,7 @@ from rooftop.hardware.observing import LightMode
 from rooftop.launch import triton_launch
 from rooftop.launch.compiled_kernels import Compiled, is_descriptor, is_watched
 from rooftop.launch.counters import counters_now
+from rooftop.launch.cuda import Configured
 
 MOST_KNOWN = 4096
 """Maximum number of calls that are stored for an operator. If there are more, all are dropped. A typical model has tens
@@ -189,14 +190,27 @@ class Described(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch of a kernel; `compiled` is None for interpreted kernels."""
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: a `triton.jit` function, or a `cuda.Configured`.
+        compiled: the object that launches the kernel; None for interpreted kernels.
+        given: the kernel's arguments, except constants. Pointers are not included: `pointers` locates them.
+        parameters: a Triton kernel's constants and launch parameters.
+    """
 
     kernel: Any
-    compiled: Compiled | None
+    compiled: Compiled | Configured | None
     grid: tuple[int, ...]
     given: list[Any]
     pointers: tuple[Pointer, ...]
     parameters: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, by which launches are counted."""
+        name: str = self.kernel.fn.__name__ if hasattr(self.kernel, "fn") else self.kernel.name
+        return name
 
 
 class Steps(NamedTuple):
@@ -251,7 +265,8 @@ def launch_steps(steps: Sequence[Step], sources: Sequence[Any]) -> None:
     pointers: the operator's arguments, then its allocations. An allocation that these launches do not use may be None.
     """
     addresses = [0 if each is None else each.data_ptr() for each in sources]
-    for kernel, compiled, grid, given, pointers, parameters in steps:
+    for step in steps:
+        kernel, compiled, grid, given, pointers, parameters = step
         given = given.copy()
         if compiled is None or compiled.takes_descriptors:
             for place, source, offset, view in pointers:
@@ -263,7 +278,7 @@ def launch_steps(steps: Sequence[Step], sources: Sequence[Any]) -> None:
                 given[place] = addresses[source] + offset
             compiled.launch(grid, given)
         if triton_launch._counters:
-            triton_launch._count(kernel.fn.__name__)
+            triton_launch._count(step.name)
 
 
 def _view(source: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
@@ -404,7 +419,9 @@ class Observer(LightMode):
         finally:
             self.paused = False
 
-    def _note(self, kernel: Any, compiled: Compiled | None, grid: Any, args: Sequence[Any], parameters: Any) -> None:
+    def _note(
+        self, kernel: Any, compiled: Compiled | Configured | None, grid: Any, args: Sequence[Any], parameters: Any
+    ) -> None:
         pointers: list[Pointer] = []
         given = list(args)
         for place, each in enumerate(args):
@@ -445,10 +462,15 @@ class Observer(LightMode):
             self._is_source(made)
         return made
 
+    def was_launched(self, made: Configured, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+        """Record a launch of a CUDA C++ kernel that was just made with the arguments `args`."""
+        if get_ident() == self.thread and not self.why:
+            self._note(made, made, grid, args, {})
+
     def foreign(self) -> None:
-        """Record that the call launches a kernel that is not Triton's."""
+        """Record that the call launches a kernel in a way that cannot be repeated."""
         if get_ident() == self.thread:
-            self._is_other("a launch of a kernel that is not Triton's")
+            self._is_other("a launch of a kernel that is neither Triton's nor CUDA C++")
 
     def steps(self, places: tuple[int, ...], result: Any) -> Steps | None:
         """The allocations and launches of the observed call; None if the call did anything that `Steps`

@@ -1,5 +1,5 @@
 """Observe one call of a public function. A lesson, the record of the call, lists the allocations, the launches of
-Triton kernels, and the calls of PyTorch's own operators, in order.
+kernels, and the calls of PyTorch's own operators, in order.
 
 `call_plans.py` makes a plan from a lesson. With the plan, C++ code can repeat the call for arguments with the same
 facts (shapes, strides, dtypes and so on).
@@ -242,6 +242,12 @@ class Lesson(Observer):
         super().launch(start, kernel, tuple(int(each) for each in grid), device, plain, parameters)
         if self.varies and len(self.launched) > before:
             self.varied[before] = Varied(codes_of(grid), {place: code_of(each) for place, each in counts.items()})
+
+    def was_launched(self, made: Any, grid: tuple[int, ...], args: Sequence[Any]) -> None:
+        """Record a launch of a CUDA C++ kernel that was just made with the arguments `args`."""
+        if self.varies and get_ident() == self.thread:
+            self.refuse(f"{made.name}, a kernel in CUDA C++, is launched for sizes that vary from call to call")
+        super().was_launched(made, grid, args)
 
     def refuse(self, why: str) -> None:
         """Record the reason why no plan can be made of the observed call. Python then makes all calls with the same

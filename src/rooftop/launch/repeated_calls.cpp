@@ -60,11 +60,13 @@ struct LaunchAttribute {  // CUlaunchAttribute
   int padding;
   union {
     int allowed;
+    unsigned cluster[3];
     char size[64];
   };
 };
 static_assert(sizeof(LaunchAttribute) == 72);
-constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+constexpr int COOPERATIVE = 2, CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+constexpr size_t MOST_ATTRIBUTES = 3;
 
 struct LaunchConfig {  // CUlaunchConfig
   unsigned grid[3], block[3], shared;
@@ -77,8 +79,13 @@ static_assert(sizeof(LaunchConfig) == 56);
 struct Driver {
   int (*launch)(const LaunchConfig*, void*, void**, void**) = nullptr;  // cuLaunchKernelEx
   int (*parameter)(void*, size_t, size_t*, size_t*) = nullptr;          // cuFuncGetParamInfo, since CUDA 12.4
+  int (*kernel_parameter)(void*, size_t, size_t*, size_t*) = nullptr;   // cuKernelGetParamInfo, since CUDA 12.4
   int (*replace)(void*, void*) = nullptr;                               // cuTensorMapReplaceAddress
   int (*name)(int, const char**) = nullptr;                             // cuGetErrorName
+  int (*context)(void**) = nullptr;                                     // cuCtxGetCurrent
+  int (*device)(int*, int) = nullptr;                                   // cuDeviceGet
+  int (*retain)(void**, int) = nullptr;                                 // cuDevicePrimaryCtxRetain
+  int (*bind)(void*) = nullptr;                                         // cuCtxSetCurrent
 };
 
 const Driver& driver() {
@@ -87,8 +94,13 @@ const Driver& driver() {
     if (void* library = dlopen("libcuda.so.1", RTLD_LAZY)) {
       driver.launch = reinterpret_cast<decltype(driver.launch)>(dlsym(library, "cuLaunchKernelEx"));
       driver.parameter = reinterpret_cast<decltype(driver.parameter)>(dlsym(library, "cuFuncGetParamInfo"));
+      driver.kernel_parameter = reinterpret_cast<decltype(driver.kernel_parameter)>(dlsym(library, "cuKernelGetParamInfo"));
       driver.replace = reinterpret_cast<decltype(driver.replace)>(dlsym(library, "cuTensorMapReplaceAddress"));
       driver.name = reinterpret_cast<decltype(driver.name)>(dlsym(library, "cuGetErrorName"));
+      driver.context = reinterpret_cast<decltype(driver.context)>(dlsym(library, "cuCtxGetCurrent"));
+      driver.device = reinterpret_cast<decltype(driver.device)>(dlsym(library, "cuDeviceGet"));
+      driver.retain = reinterpret_cast<decltype(driver.retain)>(dlsym(library, "cuDevicePrimaryCtxRetain"));
+      driver.bind = reinterpret_cast<decltype(driver.bind)>(dlsym(library, "cuCtxSetCurrent"));
     }
     return driver;
   }();
@@ -351,10 +363,9 @@ struct OperatorCall {
 struct Launch {
   std::shared_ptr<OperatorCall> call;
   py::object python;  // (sources, numbers) launches the kernel; None: the driver launches it
-  void* function = nullptr;
+  void* function = nullptr;  // a CUfunction, or a CUkernel, which is valid in all contexts
   LaunchConfig config{};
-  LaunchAttribute attribute{};
-  bool early = false;
+  std::vector<LaunchAttribute> attributes;
   std::string parameters;          // bytes of the parameters, with 0 for pointers
   std::vector<int> offsets;        // offset of each parameter
   std::vector<Patch> patches;
@@ -371,6 +382,23 @@ constexpr size_t MOST_PARAMETER_BYTES = 4096, MOST_PARAMETERS = 128;  // 4096 by
   driver().name(error, &name);
   PyErr_Format(PyExc_RuntimeError, "%s: the CUDA driver returned %s (%d)", what, name, error);
   throw PythonError();
+}
+
+// Make the device's CUDA context current, if this thread has none. The driver needs it, and a new thread whose memory
+// comes from PyTorch's cache has called nothing of CUDA that would have made a context current.
+void bind_context(int index) {
+  void* current = nullptr;
+  if (const int error = driver().context(&current)) driver_failed("the current context", error);
+  if (current) return;
+  static std::unordered_map<int, void*> retained;  // by device
+  if (!retained.count(index)) {
+    int device = 0;
+    void* made = nullptr;
+    if (const int error = driver().device(&device, index)) driver_failed("the current device", error);
+    if (const int error = driver().retain(&made, device)) driver_failed("the device's context", error);
+    retained[index] = made;
+  }
+  if (const int error = driver().bind(retained[index])) driver_failed("the device's context", error);
 }
 
 struct Recording;  // how autograd records a call
@@ -468,10 +496,11 @@ void launch(const Launch& step, const Tensors& sources, void* stream, const std:
     if (size == 0) return;
     config.grid[i] = unsigned(size);
   }
-  LaunchAttribute attribute = step.attribute;
+  LaunchAttribute attributes[MOST_ATTRIBUTES];
+  std::copy(step.attributes.begin(), step.attributes.end(), attributes);
   config.stream = stream;
-  config.attributes = &attribute;
-  config.count = step.early;
+  config.attributes = attributes;
+  config.count = step.attributes.size();
   if (const int error = driver().launch(&config, step.function, pointers, nullptr)) driver_failed("launch of a kernel", error);
 }
 
@@ -499,6 +528,7 @@ bool run(const Plan& plan, const Tensors& tensors, Made& made, const std::vector
   if (plan.device.is_cuda()) {
     const auto index = plan.device.index();
     if (integer(PyObject_CallNoArgs(python.device)) != index) return false;
+    if (driver().context) bind_context(index);
     PyObject* number = checked(PyLong_FromLong(index));
     PyObject* found = PyObject_CallOneArg(python.stream, number);
     Py_DECREF(number);
@@ -1006,16 +1036,26 @@ Launch launch_of(const py::dict& given) {
   }
   if (!made.python.is_none()) return made;
   const auto& cuda = driver();
-  if (!cuda.launch || !cuda.parameter || !cuda.name) throw py::value_error("the driver has no cuFuncGetParamInfo");
+  const auto parameter = given["in_all_contexts"].cast<bool>() ? cuda.kernel_parameter : cuda.parameter;
+  if (!cuda.launch || !parameter || !cuda.name) throw py::value_error("the driver has no cuFuncGetParamInfo");
   made.function = reinterpret_cast<void*>(given["function"].cast<uintptr_t>());
   const auto grid = given["grid"].cast<std::vector<unsigned>>();
-  for (int i = 0; i < 3; ++i) made.config.grid[i] = grid[i];
-  made.config.block[0] = given["threads"].cast<unsigned>();
-  made.config.block[1] = made.config.block[2] = 1;
+  const auto block = given["block"].cast<std::vector<unsigned>>();
+  std::copy_n(grid.begin(), 3, made.config.grid);
+  std::copy_n(block.begin(), 3, made.config.block);
   made.config.shared = given["shared"].cast<unsigned>();
-  made.early = given["early"].cast<bool>();
-  made.attribute.id = PROGRAMMATIC_STREAM_SERIALIZATION;
-  made.attribute.allowed = 1;
+  for (auto [name, id] : {std::pair("early", PROGRAMMATIC_STREAM_SERIALIZATION), std::pair("cooperative", COOPERATIVE)})
+    if (given[name].cast<bool>()) {
+      LaunchAttribute& attribute = made.attributes.emplace_back(LaunchAttribute{});
+      attribute.id = id;
+      attribute.allowed = 1;
+    }
+  if (py::object cluster = given["cluster"]; !cluster.is_none()) {
+    LaunchAttribute& attribute = made.attributes.emplace_back(LaunchAttribute{});
+    attribute.id = CLUSTER_DIMENSION;
+    const auto sizes = cluster.cast<std::vector<unsigned>>();
+    std::copy_n(sizes.begin(), 3, attribute.cluster);
+  }
   made.parameters = given["parameters"].cast<std::string>();
   made.offsets = given["offsets"].cast<std::vector<int>>();
   const auto sizes = given["sizes"].cast<std::vector<size_t>>();
@@ -1035,7 +1075,7 @@ Launch launch_of(const py::dict& given) {
   }
   for (size_t i = 0; i <= sizes.size(); ++i) {
     size_t offset = 0, size = 0;
-    const bool there = cuda.parameter(made.function, i, &offset, &size) == 0;
+    const bool there = parameter(made.function, i, &offset, &size) == 0;
     if (there != (i < sizes.size()) || (there && size != sizes[i]))
       throw py::value_error("the kernel has other parameters");
   }

@@ -3,9 +3,9 @@
 A small kernel runs for less time than Python needs to check arguments, view them as rows and find the launch. This work
 has the same outcome for all calls with the same modes of PyTorch and the same *facts*: shapes, strides, dtypes,
 devices, alignment, and values that are not tensors. So one call is observed. If the call only allocates memory,
-launches Triton kernels and runs PyTorch's own operators, and autograd records at most one operator of Rooftop,
-`repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls with the same facts. The results
-are identical bit for bit to those of Python.
+launches kernels of Triton or CUDA C++ and runs PyTorch's own operators, and autograd records at most one operator of
+Rooftop, `repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls with the same facts. The
+results are identical bit for bit to those of Python.
 
 The C++ code is compiled in the background, and stored in Rooftop's cache. The compilation starts at the latest at the
 second call of an operator of `declare(..., known=...)` with the same facts on a GPU. Until the C++ code is compiled,

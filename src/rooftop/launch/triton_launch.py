@@ -144,10 +144,20 @@ def _aligned(addresses: Iterable[int]) -> tuple[bool, ...]:
     return tuple([address % 16 == 0 for address in addresses])
 
 
-def record_launch(name: str) -> None:
-    """Count a launch that was not made by `launch`, in all active `count_launches` blocks."""
+def record_launch(name: str, made: Any = None, grid: tuple[int, ...] = (), args: Sequence[Any] = ()) -> None:
+    """Count a launch that was not made by `launch`, in all active `count_launches` blocks.
+
+    Args:
+        name: name of the kernel.
+        made: an object that can repeat the launch (`cuda.Configured`). None: observed calls with this launch are not
+            replayed.
+        grid, args: the launch's grid in three dimensions, and the kernel's arguments.
+    """
     if _observer is not None:
-        _observer.foreign()
+        if made is None:
+            _observer.foreign()
+        else:
+            _observer.was_launched(made, grid, args)
     _count(name)
 
 

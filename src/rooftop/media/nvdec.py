@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rooftop.errors import InputError
+from rooftop.hardware.streams import ensure_context
 from rooftop.media.colours import Colours
 from rooftop.media.pyav import load_av
 from rooftop.media.surfaces import Plane, Surface
@@ -99,7 +100,7 @@ def odd(height: int, width: int) -> str | None:
 
 def acceleration(device: torch.device) -> Any:
     """The `hwaccel` argument of PyAV's decoders. The device must be torch's current device during the call."""
-    torch.cuda.current_stream(device).query()  # this creates a CUDA context if there is none
+    ensure_context(device)
     hwaccel: Any = load_av().codec.hwaccel.HWAccel(
         "cuda", str(device.index), allow_software_fallback=False, options=IN_TORCHS_CONTEXT, is_hw_owned=True
     )

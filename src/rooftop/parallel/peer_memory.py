@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rooftop.hardware.device import gpu_uuid
+from rooftop.hardware.streams import ensure_context
 from rooftop.parallel.process_states import Process
 
 ALIGNMENT_BYTES = 2 << 20
@@ -150,6 +151,8 @@ def allocated(bytes: int) -> tuple[int, bytes]:
     """
     size = -(-bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     address, handle = ctypes.c_uint64(), _Handle()
+    if torch.cuda.is_available():
+        ensure_context()
     _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
     _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
     _call("cuIpcGetMemHandle", ctypes.byref(handle), address)

@@ -28,6 +28,7 @@ from rooftop.kernels.operands.dtypes import CPP_TYPES, FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import power_of_two
 from rooftop.launch import cuda
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents, without_autocast
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 CUDA_FILES = ("lookups/cuda_interpolations.cu",)
@@ -168,10 +169,11 @@ class TrilinearCudaBackward(NamedTuple):
         return Cost(distinct_bytes([dout, points, features if mask[1] else None]), distinct_bytes(made), flops)
 
 
-_trilinear = declare("trilinear_interpolate_cuda", TrilinearCuda)
+_trilinear = declare("trilinear_interpolate_cuda", TrilinearCuda, known=True)
 _trilinear_backward = declare(
     "trilinear_interpolate_cuda_backward",
     TrilinearCudaBackward,
+    known=True,
     derivative=no_second_derivative("trilinear_interpolate_cuda", "trilinear_reference"),
 )
 
@@ -184,6 +186,7 @@ def only(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
     """Interpolate features at points within cells, from the features at the cells' corners.

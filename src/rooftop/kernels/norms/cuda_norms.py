@@ -29,6 +29,7 @@ from rooftop.kernels.operands.dtypes import CPP_TYPES
 from rooftop.kernels.operands.strided_rows import unit_columns
 from rooftop.launch import cuda
 from rooftop.launch.operators import declare
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 CUDA_FILES = ("norms/pieces.cu", "norms/cuda_norms.cu")
@@ -105,12 +106,13 @@ class AddLayerNormCuda(AddLayerNorm):
         return _forward(unit_columns(x), residual, parameters, eps, dtype)
 
 
-_add_layer_norm = declare("add_layer_norm_cuda", AddLayerNormCuda, slopes=2)
+_add_layer_norm = declare("add_layer_norm_cuda", AddLayerNormCuda, slopes=2, known=True)
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def add_layer_norm_cuda(
     input: Tensor,

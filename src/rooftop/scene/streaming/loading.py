@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rooftop.errors import GeometryFileError
+from rooftop.hardware.streams import ensure_context
 from rooftop.scene import layouts
 from rooftop.scene.geometry import Geometry, identity_of
 from rooftop.scene.streaming import page_reader
@@ -161,6 +162,8 @@ def _reader(table: Ints, staged: Tensor, words: Tensor, threads: int) -> Any:
     on_gpu = words.device.type == "cuda"
     # the reader's uploads use the CUDA context that is current here
     with torch.cuda.device(words.device) if on_gpu else nullcontext():
+        if on_gpu:
+            ensure_context()
         return module.Reader(
             table, threads, len(staged), staged.data_ptr(), words.data_ptr(), layouts.PAGE_BYTES, on_gpu, MOST_MERGED
         )
