@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from rooftop.kernels.operands.triton_kernels.rows import fold_scores, is_inside, merge_lanes, sum_of_lanes
+from rooftop.kernels.operands.triton_kernels.scalars import reciprocal
 
 
 @triton.jit
@@ -238,18 +239,22 @@ def cross_entropy_gradient(
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
     inside = is_inside(row, rows, column, columns, False)
-    scores = tl.load(x + row[:, None] * (x_stride * UNIT) + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    loaded = tl.load(x + row[:, None] * (x_stride * UNIT) + column[None, :], mask=inside, other=0.0)
     label = tl.load(target + row, mask=row < rows, other=0)
-    counted = (row < rows) & (label != ignored)
-    row_weight = _weight_of_target(weight, label, counted, columns, HAS_WEIGHT)
-    maximum = tl.load(statistics + row, mask=row < rows, other=0.0)
     sums = tl.load(statistics + rows + row, mask=row < rows, other=1.0)
     factor = tl.load(dloss + row * dloss_stride, mask=row < rows, other=0.0).to(tl.float32)
     if MEAN:
         factor *= tl.load(inverse)
+    # Nothing can be computed from the logits without the maximum. If it were loaded before this barrier, ptxas would
+    # compute the first elements before it loads the others, to save registers. Odd rows, whose elements are loaded one
+    # by one, would then take 2.7 times as long.
+    tl.debug_barrier()
+    maximum = tl.load(statistics + row, mask=row < rows, other=0.0)
+    counted = (row < rows) & (label != ignored)
+    row_weight = _weight_of_target(weight, label, counted, columns, HAS_WEIGHT)
     whole = _weight_sum(weight_sum, columns, HAS_WEIGHT)
     at_target, squared = _terms(factor, row_weight, maximum + tl.log(sums), kept, z_loss)
-    power = tl.exp(scores - maximum[:, None]) * tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), sums)[:, None]
+    power = tl.exp(loaded.to(tl.float32) - maximum[:, None]) * reciprocal(sums)[:, None]
     share = _class_weights(weight, column, columns, HAS_WEIGHT and SMOOTH)
     result = _gradient(
         power, column[None, :] == label[:, None], at_target[:, None], squared[:, None],

@@ -50,6 +50,15 @@ def exponential_minus_1(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x for float32 x from 2^-125 to 2^125, as accurate as an exact division (`tl.div_rn`) but for a millionth of a
+    unit in the last place. ptxas compiles an exact division to a call, around which it schedules nothing.
+    """
+    rough = 1.0 / x
+    return tl.fma(rough, tl.fma(-x, rough, 1.0), rough)
+
+
+@triton.jit
 def logarithm_of_1_plus(x):
     """log(1 + x) as log(u) x / (u - 1), where u is 1 + x rounded: Goldberg 1991, "What every computer scientist should
     know", theorem 4.
