@@ -94,7 +94,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-ROWS, WIDTH = 64, 256
+ROWS, WIDTH, CLASSES = 64, 256, 50_257
 CASES = (
     Case(
         "layer_norm",
@@ -122,6 +122,8 @@ CASES = (
     ),
     Case("softmax", inputs(randn(ROWS, WIDTH)), kernels.softmax, lambda x: F.softmax(x, -1)),
     Case("cross_entropy", inputs(randn(ROWS, WIDTH), integers(WIDTH, ROWS)), kernels.cross_entropy, F.cross_entropy),
+    Case("softmax_classes", inputs(randn(8, CLASSES)), kernels.softmax, lambda x: F.softmax(x, -1)),  # in CUDA C++
+    Case("cross_entropy_classes", inputs(randn(8, CLASSES), integers(8, 8)), kernels.cross_entropy, F.cross_entropy),
     Case("sum", inputs(randn(ROWS, WIDTH)), lambda x: kernels.sum(x, -1), lambda x: x.sum(-1)),
     Case("sum_all", inputs(randn(1 << 20)), kernels.sum, torch.sum),
     Case("amax", inputs(randn(ROWS, WIDTH)), lambda x: kernels.amax(x, -1), lambda x: x.amax(-1)),
