@@ -39,6 +39,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """The tokenizer in a `tokenizer.json`, as Hugging Face writes it.
 
+    Settings of the file that truncate or pad texts are ignored, as in transformers: they were made for training.
+
     Args:
         path: the file.
 
@@ -61,6 +63,8 @@ class FileTokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
             raise InputError(f"{path} is damaged or not a tokenizer ({error})") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)

@@ -189,8 +189,9 @@ def read_gpt_config(folder: str | Path) -> GptConfig:
     path = user_path(folder) / CONFIG
     if not path.is_file():
         raise InputError(f"{path} does not exist: expected a folder with config.json and .safetensors files")
+    given = read_json(path)
     try:
-        return config_of(read_json(path))
+        return config_of(given)
     except WeightsError as error:
         raise WeightsError(f"{path}: {error}") from error
 
