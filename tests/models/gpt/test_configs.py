@@ -236,7 +236,11 @@ def test_flops_of_a_window(length: int, window: int, layers: int) -> None:
         (OF_QWEN2, {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}, "set no window"),
         (OF_QWEN2, {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}, "layer_types is"),
         (OF_LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (OF_LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config has the quant_method 'gptq'"),
+        (
+            OF_LLAMA,
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config has the quant_method 'gptq'",
+        ),
         (OF_LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes': expected true or false"),
         (OF_LLAMA, {"rms_norm_eps": "1e-5"}, "epsilon must be a positive number, got '1e-5'"),
         (OF_LLAMA, {"rope_theta": None}, "rope_base must be a positive number, got None"),

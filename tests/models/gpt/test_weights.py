@@ -312,6 +312,11 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
         load_gpt(tmp_path)
     with pytest.raises(InputError, match=r"is not a \.safetensors file, nor a folder"):
         load_gpt_weights(model, tmp_path / "nowhere")
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin is pickled, so save the model as safetensors: from_pre"):
+        load_gpt_weights(model, tmp_path)
+    with pytest.raises(WeightsError, match=r"it is pickled, so save the model as safetensors: from_pretrained"):
+        load_gpt_weights(model, tmp_path / "pytorch_model.bin")
     save_gpt(model, tmp_path / "model", file_bytes=8000)
     second = sorted((tmp_path / "model").glob("*.safetensors"))[1]
     content = second.read_bytes()

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from rooftop.debugging import memory_error_as
 from rooftop.errors import InputError, ModelRunError
 from rooftop.media.ahead import usual_threads
 from rooftop.models.images import (
@@ -159,15 +160,14 @@ def guessed(
 def _logits(model: nn.Module, images: Tensor, what: str) -> Tensor:
     """Run the model: (B, 3, H, W) -> logits (B, classes), float32 on the CPU."""
     like = next(model.parameters(), images)
-    try:
+    message = f"{len(images)} {what} at once do not fit into memory"
+    with memory_error_as(lambda words: ModelRunError(f"{message} ({words}); use a smaller batch")):
         with evaluating(model):
             logits = model(images.to(like.device, like.dtype))
         if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(images):
             got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
             raise ModelRunError(f"the model gave {got} for {len(images)} {what}, expected logits (B, classes)")
         return logits.float().cpu()
-    except torch.cuda.OutOfMemoryError as error:
-        raise ModelRunError(f"{len(images)} {what} at once do not fit into memory; use a smaller batch") from error
 
 
 def class_names(classes: Sequence[str] | None, count: int) -> Sequence[str] | None:
