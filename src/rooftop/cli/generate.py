@@ -389,8 +389,8 @@ def _lines(figures: dict[str, Any]) -> list[str]:
     ranks, device = figures["tensor_parallel_size"], figures["device"]
     place = device if ranks == 1 else f"{ranks} x {torch.device(device).type}"
     lines = [
-        f"prompts: {figures['prompt_tokens']:,} tokens in {figures['prefill_ms']:,.1f} ms, {figures['dtype']} on "
-        f"{place}; cache of {figures['cache_bytes']:,} bytes{'' if ranks == 1 else ' on each'}"
+        f"prompts: {counted(figures['prompt_tokens'], 'token')} in {figures['prefill_ms']:,.1f} ms, "
+        f"{figures['dtype']} on {place}; cache of {figures['cache_bytes']:,} bytes{'' if ranks == 1 else ' on each'}"
     ]
     if not figures["steps"]:
         return lines

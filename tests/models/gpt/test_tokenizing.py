@@ -80,6 +80,9 @@ def test_a_text_is_neither_truncated_nor_padded(tmp_path: Path) -> None:
 def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"tokenizer.json is missing: .*--bytes"):
         FileTokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(InputError, match=r"save_pretrained\(FOLDER\) of transformers makes it from tokenizer.model"):
+        FileTokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match=r"tokenizer.json is damaged"):
         FileTokenizer(tmp_path / "tokenizer.json")
