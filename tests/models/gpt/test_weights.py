@@ -389,7 +389,7 @@ def test_wrong_calls_of_save(model: Any, file_bytes: int, error: type[Exception]
 def test_dtypes_that_no_model_has(dtype: Any, tmp_path: Path) -> None:
     """Copied to such a dtype, weights would lose almost all of their digits."""
     save_gpt(made_up(GPT), tmp_path / "model")
-    with pytest.raises(TypeError, match="dtype must be one of .*, got"):
+    with pytest.raises(TypeError, match=r"dtype must be one of .*, got"):
         load_gpt(tmp_path / "model", dtype=dtype)
 
 
