@@ -161,6 +161,7 @@ def test_the_tokenizer_beside_the_weights_and_the_token_that_ends_a_text(
     (mine / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
     ended = json.loads(run(*words)[1])["texts"][0]["tokens"]
     assert ended == whole["tokens"][: whole["tokens"].index(stop) + 1]
+    assert json.loads(run(*words)[1])["texts"][0]["text"] == tokenizer.decode(ended[:-1])
     out = run(*words[:-2], "--no-roof")[1]
     assert out == f"Über uns{tokenizer.decode(ended[:-1])}\n"  # the end itself is not text
 
@@ -281,10 +282,24 @@ def test_weights_that_give_no_numbers(run: Run, tmp_path: Path) -> None:
     assert (status, out) == (1, "Hello\n")
 
 
+def test_a_model_that_does_not_fit_into_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(verb.PRESETS, "gpt2", replace(LLAMA, vocabulary=2**45))
+    words = ("--model", "gpt2", "--random-weights", "0", "--prompt", "Hello")
+    status, _, err = run(*words)
+    assert status == 1
+    assert err.startswith("rooftop: error: gpt2 does not fit into the memory of cpu (the CPU cannot allocate ")
+    assert err.endswith("; try --dtype bf16, fewer prompts or fewer --max-new-tokens\n")
+    monkeypatch.setattr(verb, "_config", lambda *_: torch.empty(2**50))  # where no message of its own is expected
+    status, _, err = run(*words)
+    assert err.startswith("rooftop: error: out of memory: the CPU cannot allocate ")
+    assert err.endswith("; use smaller sizes, or free memory\n")
+
+
 def test_what_fails(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, _, err = run("--weights", folder, "--model", "gpt2", "--bytes", "--prompt", "Hello")
-    assert status == 1
-    assert "the keys do not fit the config" in err
+    assert status == 2
+    assert "config.json describes another model than --model gpt2 (vocabulary 256 instead of 50257, layers 2" in err
+    assert err.endswith(": leave --model out\n")
     (folder / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     try:

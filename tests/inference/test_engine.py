@@ -245,6 +245,8 @@ def test_wrong_options_say_what_is_expected() -> None:
     model = network()
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got function"):
         Engine(lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dtype must have at least 16 bits, got torch\.float8_e4m3fn"):
+        Engine(nn.Linear(2, 2), dtype=torch.float8_e4m3fn)
     with pytest.raises(TypeError, match=r"dtype must be a floating-point torch\.dtype or None, got torch\.int8"):
         Engine(model, dtype=torch.int8)
     with pytest.raises(ValueError, match="most_shapes must be an integer of at least 1, got 0"):

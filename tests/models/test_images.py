@@ -156,3 +156,17 @@ def test_pixels_of_a_batch_are_normalized_bit_for_bit(cat: Image.Image) -> None:
 def test_pixels_are_normalized_on_a_gpu_as_on_the_cpu() -> None:
     pixels = torch.arange(256, dtype=torch.uint8)[:, None, None].expand(256, 1, 3)
     assert torch.equal(normalized_pixels(pixels.cuda()).cpu(), normalized_pixels(pixels))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resize": 0}, "resize must be an int of at least 1, got 0"),
+        ({"crop": 1.5}, r"crop must be an int of at least 1, got 1\.5"),
+        ({"mean": (0.5,)}, r"mean must be three numbers, got \(0\.5,\)"),
+        ({"std": (0.2, 0.0, 0.2)}, r"std must be three positive numbers, got \(0\.2, 0\.0, 0\.2\)"),
+    ],
+)
+def test_a_preprocessing_that_makes_no_image(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"Preprocessing: {message}"):
+        Preprocessing(**options)

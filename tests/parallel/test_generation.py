@@ -220,7 +220,7 @@ def numbers() -> Tensor:
 def test_choices_are_those_of_the_whole_logits(vocabulary: int, on_ranks: Run) -> None:
     """If the vocabulary has nine tokens, the last of four ranks has none."""
     expected = [choose(logits_of(vocabulary), numbers(), each) for each in CHOICES]
-    assert expected[0][:4].tolist() == [-1, -1, vocabulary - 1, 0]
+    assert expected[0][:5].tolist() == [-1, -1, vocabulary - 1, 0, -1]
     for found in on_ranks(4, chosen_on_ranks, vocabulary):
         for choice, tokens in zip(CHOICES, found, strict=True):
             assert torch.equal(tokens, expected[CHOICES.index(choice)]), choice

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from click.core import ParameterSource
 
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_json, write_json
 from rooftop.cli.progress import progress_bar
+from rooftop.debugging import memory_error_as
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import measure_ceilings
 from rooftop.models.gpt.configs import PRESETS, gpt_config
@@ -70,6 +73,8 @@ def run(
     said = training.config if training is not None else _config(model, weights)
     if training is not None and model is not None and gpt_config(model) != said:
         raise InputError(f"{weights} was trained with another model than {model}: leave --model out")
+    if model is not None and folder is not None and (folder / CONFIG).is_file() and training is None:
+        _check_model(model, folder)
     config = said if weights is None or training is not None else config_of_files(said, weights)
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
     chosen_count = context.get_parameter_source("max_new_tokens") is not ParameterSource.DEFAULT
@@ -88,16 +93,12 @@ def run(
     }
     with _ranks(layout, where, settings) as (group, place):
         try:
-            network = _network(config, weights, seed, place, kind, group)
-            generation = Generation(network, tokens, max_new_tokens, sampling, stop=stop)
-            new = _told(
-                generation, tokenizer, prompts, tokens, _silent if rank or json_path == STANDARD_OUTPUT else _echo
-            )
-        except torch.OutOfMemoryError as error:
-            raise ModelRunError(
-                f"{_name(config)} does not fit into the memory of {place}; try --device cpu, or share it among more "
-                "GPUs: --tensor-parallel-size"
-            ) from error
+            with memory_error_as(partial(_too_large, config, place)):
+                network = _network(config, weights, seed, place, kind, group)
+                generation = Generation(network, tokens, max_new_tokens, sampling, stop=stop)
+                new = _told(
+                    generation, tokenizer, prompts, tokens, _silent if rank or json_path == STANDARD_OUTPUT else _echo
+                )
         except FloatingPointError as error:  # in float16, the message ends with the dtypes to try
             raise ModelRunError(f"{error}{' (--dtype)' if kind == torch.float16 else ''}") from error
     if rank:
@@ -105,7 +106,7 @@ def run(
     figures = _figures(generation, with_roof)
     if json_path is not None:
         texts = [
-            {"prompt": prompt, "text": _text(tokenizer, before, after), "tokens": after}
+            {"prompt": prompt, "text": _text(tokenizer, before, after, generation.stop), "tokens": after}
             for prompt, before, after in zip(prompts, tokens, new, strict=True)
         ]
         chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": draws}
@@ -137,8 +138,27 @@ def _config(model: str | None, weights: Path | None) -> GptConfig:
     return read_gpt_config(folder)
 
 
+def _check_model(model: str, folder: Path) -> None:
+    """Raise InputError if the config.json beside the weights describes another model than the preset `model`. Dropout
+    does not matter, because generation does not use it."""
+    said = replace(read_gpt_config(folder), dropout=0.0, attention_dropout=0.0)
+    named = gpt_config(model)
+    if said != named:
+        wrong = [each.name for each in fields(said) if getattr(said, each.name) != getattr(named, each.name)]
+        given = ", ".join(f"{name} {getattr(said, name)!r} instead of {getattr(named, name)!r}" for name in wrong)
+        raise InputError(f"{folder / CONFIG} describes another model than --model {model} ({given}): leave --model out")
+
+
 def _name(config: GptConfig) -> str:
     return next((name for name, known in PRESETS.items() if known == config), f"a model of {config.layers} layers")
+
+
+def _too_large(config: GptConfig, place: torch.device, words: str) -> ModelRunError:
+    """The error for a model and a cache that need more memory than `place` has."""
+    remedy = "try --device cpu, or share it among more GPUs: --tensor-parallel-size"
+    if place.type == "cpu":
+        remedy = "try --dtype bf16, fewer prompts or fewer --max-new-tokens"
+    return ModelRunError(f"{_name(config)} does not fit into the memory of {place} ({words}); {remedy}")
 
 
 def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> None:
@@ -324,10 +344,10 @@ def _told(
     return new
 
 
-def _text(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> str:
-    """The text that the new tokens add to a prompt."""
+def _text(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int], stop: Set[int]) -> str:
+    """The text that the new tokens add to a prompt, without the token that ends the text."""
     decoder = Decoder(tokenizer, before)
-    return "".join(map(decoder.add, after)) + decoder.rest()
+    return "".join(decoder.add(token) for token in after if token not in stop) + decoder.rest()
 
 
 # ---- times and rates -----------------------------------------------------------------------------------------------
@@ -369,8 +389,8 @@ def _lines(figures: dict[str, Any]) -> list[str]:
     ranks, device = figures["tensor_parallel_size"], figures["device"]
     place = device if ranks == 1 else f"{ranks} x {torch.device(device).type}"
     lines = [
-        f"prompts: {figures['prompt_tokens']:,} tokens in {figures['prefill_ms']:,.1f} ms, {figures['dtype']} on "
-        f"{place}; cache of {figures['cache_bytes']:,} bytes{'' if ranks == 1 else ' on each'}"
+        f"prompts: {counted(figures['prompt_tokens'], 'token')} in {figures['prefill_ms']:,.1f} ms, "
+        f"{figures['dtype']} on {place}; cache of {figures['cache_bytes']:,} bytes{'' if ranks == 1 else ' on each'}"
     ]
     if not figures["steps"]:
         return lines

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from rooftop import models
+from rooftop.debugging import memory_error_as
 from rooftop.errors import InputError, ModelRunError, TargetError
 from rooftop.user_code import named_object
 from rooftop.words import did_you_mean, first_line
@@ -97,12 +98,11 @@ def resolve_target(
     if device is None:
         return Target(text, model, args, classifies, kwargs)
     memory_format = torch.channels_last if channels_last else torch.preserve_format
-    try:
+    message = f"{text} and its inputs do not fit into the memory of {device}"
+    with memory_error_as(lambda words: ModelRunError(f"{message}: {words}")):
         if isinstance(model, nn.Module):
             model = model.to(device=device, dtype=dtype, memory_format=memory_format)  # type: ignore[call-overload]
         args, kwargs = tree_map_only(Tensor, lambda t: _placed(t, device, dtype, channels_last), (args, kwargs))
-    except torch.cuda.OutOfMemoryError as error:
-        raise ModelRunError(f"{text} and its inputs do not fit into the memory of {device}: {error}") from error
     return Target(text, model, args, classifies, kwargs)
 
 

@@ -12,6 +12,7 @@ import click
 import torch
 from torch import nn
 
+from rooftop.debugging import memory_error_as
 from rooftop.errors import ModelRunError
 from rooftop.inference import Engine
 
@@ -54,7 +55,7 @@ def engine_of(model: nn.Module, name: str, where: torch.device, dtype: torch.dty
     Raises:
         ModelRunError: the model does not fit into the memory of the device.
     """
-    try:
+    remedy = "use a smaller model" if where.type == "cpu" else "try --device cpu"
+    message = f"{name} does not fit into the memory of {where}"
+    with memory_error_as(lambda words: ModelRunError(f"{message} ({words}); {remedy}")):
         return Engine(model.to(where), dtype=dtype, **options)
-    except torch.cuda.OutOfMemoryError as error:
-        raise ModelRunError(f"{name} does not fit into the memory of {where}; try --device cpu") from error

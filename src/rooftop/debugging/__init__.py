@@ -5,6 +5,7 @@ from rooftop.debugging.out_of_memory import (
     MemoryRecording,
     explain_memory,
     explained_memory,
+    memory_error_as,
     memory_error_in_words,
 )
 from rooftop.debugging.stream_races import StreamCheck, StreamRace, StreamRaceError, check_streams
@@ -18,5 +19,6 @@ __all__ = [
     "check_streams",
     "explain_memory",
     "explained_memory",
+    "memory_error_as",
     "memory_error_in_words",
 ]

@@ -189,6 +189,22 @@ def memory_error_in_words(error: BaseException) -> str | None:
 
 
 @contextmanager
+def memory_error_as(other: Callable[[str], Exception]) -> Iterator[None]:
+    """Within the block, an out-of-memory error of a GPU or of the CPU becomes the error `other(words)`.
+
+    Args:
+        other: makes the error to raise; `words` is the text of `memory_error_in_words`.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        words = memory_error_in_words(error)
+        if words is None:
+            raise
+        raise other(words) from error
+
+
+@contextmanager
 def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iterator[MemoryRecording]:
     """Within the block, an out-of-memory error gets a note that explains which tensors hold the memory.
 

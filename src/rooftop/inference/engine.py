@@ -133,8 +133,8 @@ class Engine:
         model: the copy that runs.
 
     Raises:
-        TypeError: `model` is not a module or cannot be copied, or `dtype` or `output_dtype` is not a floating-point
-            dtype.
+        TypeError: `model` is not a module or cannot be copied, `dtype` or `output_dtype` is not a floating-point dtype,
+            or `dtype` has 8 bits.
         ValueError: the model is on several devices, graphs=True without a GPU, or most_shapes is below 1.
 
     A call raises the errors of the model, and `ValueError` for an input on another device. With graphs, a call also
@@ -164,6 +164,8 @@ class Engine:
         for name, given in (("dtype", dtype), ("output_dtype", output_dtype)):
             if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
                 raise TypeError(f"Engine: {name} must be a floating-point torch.dtype or None, got {given!r}")
+        if dtype is not None and dtype.itemsize == 1:
+            raise TypeError(f"Engine: dtype must have at least 16 bits, got {dtype}: layers do not compute in it")
         if type(most_shapes) is not int or most_shapes < 1:
             raise ValueError(f"Engine: most_shapes must be an integer of at least 1, got {most_shapes!r}")
         self.device = _device_of(model)

@@ -7,6 +7,7 @@ mean and standard deviation. For other weights and sizes use `Preprocessing`.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,9 @@ class Preprocessing:
         crop: side of the central square in pixels.
         interpolation: Pillow's filter for the resize.
         mean, std: mean and standard deviation of the red, green and blue values in 0..1.
+
+    Raises:
+        ValueError: a size is not an int of 1 or more, or mean or std are not three numbers, those of std positive.
     """
 
     resize: int = 256
@@ -48,6 +52,15 @@ class Preprocessing:
     interpolation: Image.Resampling = Image.Resampling.BILINEAR
     mean: tuple[float, float, float] = MEAN
     std: tuple[float, float, float] = STD
+
+    def __post_init__(self) -> None:
+        for name in ("resize", "crop"):
+            if type(size := getattr(self, name)) is not int or size < 1:
+                raise ValueError(f"Preprocessing: {name} must be an int of at least 1, got {size!r}")
+        if len(self.mean) != 3 or not all(map(math.isfinite, self.mean)):
+            raise ValueError(f"Preprocessing: mean must be three numbers, got {self.mean}")
+        if len(self.std) != 3 or not all(0 < each < math.inf for each in self.std):
+            raise ValueError(f"Preprocessing: std must be three positive numbers, got {self.std}")
 
 
 IMAGENET = Preprocessing()

@@ -206,5 +206,5 @@ def _check(name: str, model: nn.Module, report: LoadReport, tensors: dict[str, T
     raise WeightsError(
         f"{report.path} (its keys are named as in {report.origin}) does not fit {name}: {report.problems()}. "
         f"{len(report.used)} keys fit: strict=False loads only these, and load_report lists every key. "
-        f"{fitting(tensors)}".rstrip()
+        f"{'' if report.quantized else fitting(tensors)}".rstrip()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -235,6 +236,15 @@ def test_flops_of_a_window(length: int, window: int, layers: int) -> None:
         (OF_QWEN2, {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}, "set no window"),
         (OF_QWEN2, {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}, "layer_types is"),
         (OF_LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (
+            OF_LLAMA,
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config has the quant_method 'gptq'",
+        ),
+        (OF_LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes': expected true or false"),
+        (OF_LLAMA, {"rms_norm_eps": "1e-5"}, "epsilon must be a positive number, got '1e-5'"),
+        (OF_LLAMA, {"rope_theta": None}, "rope_base must be a positive number, got None"),
+        (OF_LLAMA, {"attention_dropout": "0"}, "attention_dropout must be a number of at least 0 .* got '0'"),
     ],
 )
 def test_variants_that_are_not_modelled(fields: dict[str, Any], changes: dict[str, Any], message: str) -> None:
@@ -261,8 +271,10 @@ def test_a_size_that_is_not_there() -> None:
         ({"heads": 11}, "11 heads do not divide a width of 768"),
         ({"kv_heads": 5}, "5 kv_heads do not divide 12 heads"),
         ({"norm": "batch"}, "norm must be one of layer, rms, got 'batch'"),
-        ({"dropout": 1.0}, "dropout must be at least 0 and less than 1"),
-        ({"epsilon": 0.0}, "epsilon must be positive"),
+        ({"dropout": 1.0}, "dropout must be a number of at least 0 and less than 1, got 1.0"),
+        ({"dropout": None}, "dropout must be a number of at least 0 and less than 1, got None"),
+        ({"epsilon": 0.0}, "epsilon must be a positive number, got 0.0"),
+        ({"epsilon": math.inf}, "epsilon must be a positive number, got inf"),
         ({"position": "rope", "heads": 256, "kv_heads": 256}, "a head has 3 features"),
     ],
 )

@@ -248,6 +248,13 @@ def test_a_cache_that_is_too_small_says_what_it_takes() -> None:
     assert len(generate(small(GPT), texts([3, 13], 97), 9, page=4, pages=6)[1]) == 9
 
 
+def test_a_cache_that_no_machine_holds_says_so() -> None:
+    with pytest.raises(
+        MemoryError, match=r"the cache of keys of \(2, \d+, 2, 16, \d+\) needs [\d,]+ bytes, but the host"
+    ):
+        generate(small(LLAMA), [[1]], 3, pages=10**12)
+
+
 def test_memory_is_that_of_the_sequences() -> None:
     generation = Generation(small(LLAMA), texts([1, 30], 61), 4, page=4)
     assert generation.cache.pages == 1 + 9  # pages of 4 and 33 positions: the last token is not read again

@@ -73,10 +73,11 @@ def test_the_coldest_is_greedy_and_the_hottest_even(temperature: float, options:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.5)])
 def test_of_no_numbers_nothing_is_chosen(sampling: Sampling) -> None:
-    logits = torch.tensor([[1.0, torch.nan, 0.0], [torch.nan] * 3, [-torch.inf] * 3, [-torch.inf, 0.0, -torch.inf]])
+    inf, nan = torch.inf, torch.nan
+    logits = torch.tensor([[1.0, nan, 0.0], [nan] * 3, [-inf] * 3, [1.0, inf, inf], [-inf, 0.0, -inf]])
     for number in (0.0, 0.7):
-        numbers = torch.full((4,), number, dtype=torch.float64)
-        assert choose(logits, numbers, sampling).tolist() == [-1, -1, -1, 1]
+        numbers = torch.full((5,), number, dtype=torch.float64)
+        assert choose(logits, numbers, sampling).tolist() == [-1, -1, -1, -1, 1]
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,21 @@ def test_spaces_between_tokens_are_those_of_the_whole_text(spaces: str, tmp_path
     assert tokenizer.decode(tokens).strip() == "a roof oftiles atilestiles roof roof a of"
 
 
+def test_a_text_is_neither_truncated_nor_padded(tmp_path: Path) -> None:
+    """A tokenizer that was saved after a training may have the training's truncation and padding."""
+    tokenizer = saved(tmp_path / "tokenizer.json", "before")._tokenizer
+    tokenizer.pre_tokenizer = pytest.importorskip("tokenizers").pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert FileTokenizer(tmp_path / "tokenizer.json").encode("tiles a roof of a roof") == [4, 1, 2, 3, 1, 2]
+
+
 def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"tokenizer.json is missing: .*--bytes"):
+        FileTokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(InputError, match=r"save_pretrained\(FOLDER\) of transformers makes it from tokenizer.model"):
         FileTokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match=r"tokenizer.json is damaged"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rooftop.errors import InputError, WeightsError
 from rooftop.models.gpt.configs import GptConfig
@@ -312,6 +314,11 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
         load_gpt(tmp_path)
     with pytest.raises(InputError, match=r"is not a \.safetensors file, nor a folder"):
         load_gpt_weights(model, tmp_path / "nowhere")
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin is pickled, so save the model as safetensors: from_pre"):
+        load_gpt_weights(model, tmp_path)
+    with pytest.raises(WeightsError, match=r"it is pickled, so save the model as safetensors: from_pretrained"):
+        load_gpt_weights(model, tmp_path / "pytorch_model.bin")
     save_gpt(model, tmp_path / "model", file_bytes=8000)
     second = sorted((tmp_path / "model").glob("*.safetensors"))[1]
     content = second.read_bytes()
@@ -347,9 +354,43 @@ def test_what_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError("no space left")
 
     monkeypatch.setattr(safetensors, "save_file", fails)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match=r"new cannot be written: no space left"):
         save_gpt(made_up(GPT), tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """The library safetensors raises an error of its own, which does not name the file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*new'") as failure:
+            save_gpt(made_up(GPT), tmp_path / "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert failure.value.errno == errno.EFBIG
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "file_bytes", "error", "message"),
+    [
+        (nn.Linear(2, 2), 1, TypeError, r"expected a rooftop\.models\.Gpt, got Linear"),
+        (Gpt(GPT, device="meta"), 1, ValueError, "is on the meta device"),
+        (Gpt(GPT, device="meta"), 0, ValueError, "file_bytes must be an int of at least 1, got 0"),
+    ],
+)
+def test_wrong_calls_of_save(model: Any, file_bytes: int, error: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        save_gpt(model, tmp_path / "new", file_bytes=file_bytes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int32, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_dtypes_that_no_model_has(dtype: Any, tmp_path: Path) -> None:
+    """Copied to such a dtype, weights would lose almost all of their digits."""
+    save_gpt(made_up(GPT), tmp_path / "model")
+    with pytest.raises(TypeError, match=r"dtype must be one of .*, got"):
+        load_gpt(tmp_path / "model", dtype=dtype)
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:

@@ -230,9 +230,22 @@ def test_outputs_that_are_no_logits(output: Callable[[Tensor], object], message:
         classify(Net(), [photographs], preprocessing=SMALL)
 
 
+def test_a_batch_that_does_not_fit_into_memory(photographs: Path) -> None:
+    """PyTorch raises a RuntimeError if the CPU's memory is too small."""
+    huge = type("Huge", (Colours,), {"forward": lambda self, x: x.new_empty(2**50)})()
+    message = r"7 photographs at once do not fit into memory \(the CPU cannot allocate .*\); use a smaller batch"
+    with pytest.raises(ModelRunError, match=message):
+        classify(huge, [photographs], preprocessing=SMALL)
+
+
 def test_wrong_calls(photographs: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="got 2 names of classes, but the model has 3 classes"):
         classify(Colours(), [photographs], preprocessing=SMALL, classes=("a", "b"))
+    with pytest.raises(InputError, match="expected a list of the names of 3 classes, got the text 'abc'"):
+        classify(Colours(), [photographs], preprocessing=SMALL, classes="abc")
+    for options in ({"top": 1.5}, {"batch_size": "2"}):
+        with pytest.raises(TypeError, match="expected top and batch_size to be ints, got"):
+            classify(Colours(), [photographs], preprocessing=SMALL, **options)
     for options in ({"top": 0}, {"batch_size": 0}, {"batch_size": -1}):
         with pytest.raises(ValueError, match="expected top and batch_size of at least 1, got"):
             classify(Colours(), [photographs], preprocessing=SMALL, **options)

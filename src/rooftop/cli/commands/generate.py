@@ -42,7 +42,8 @@ under 30 s; --no-roof skips this measurement.
 @click.option(
     "--model",
     metavar="NAME",
-    help=f"Architecture and sizes: {', '.join(names.GPTS)}.  [default: from config.json beside the weights]",
+    help=f"Architecture and sizes: {', '.join(names.GPTS)}.  Must agree with config.json beside the weights.  "
+    "[default: from this config.json]",
 )
 @click.option(
     "--weights",

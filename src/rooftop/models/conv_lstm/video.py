@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftop.debugging import memory_error_as
 from rooftop.errors import ModelRunError, WeightsError
 from rooftop.models.conv_lstm.keras_weights import as_torch, read_keras_weights
 from rooftop.models.conv_lstm.layer import LAST
@@ -150,12 +151,11 @@ def continue_clip(
     progress("predicting", 0.0)
     hook = network.head.register_forward_hook(one_more)  # the head runs once per predicted frame
     last = network.data_format == LAST
+    message = f"frames of {' x '.join(map(str, context.shape[2:]))} do not fit into the memory of {weight.device}"
     try:
-        x = seen[None].to(device=weight.device, dtype=weight.dtype)  # (1, T, C, H, W)
-        found = predict_frames(network, x.permute(0, 1, 3, 4, 2) if last else x, count)[0]
-    except torch.cuda.OutOfMemoryError as error:
-        size = " x ".join(map(str, context.shape[2:]))
-        raise ModelRunError(f"frames of {size} do not fit into the memory of {weight.device}: shrink them") from error
+        with memory_error_as(lambda words: ModelRunError(f"{message} ({words}): shrink them")):
+            x = seen[None].to(device=weight.device, dtype=weight.dtype)  # (1, T, C, H, W)
+            found = predict_frames(network, x.permute(0, 1, 3, 4, 2) if last else x, count)[0]
     finally:
         hook.remove()
     frames = (found.permute(0, 3, 1, 2) if last else found).float().cpu()

@@ -23,6 +23,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from rooftop.debugging import memory_error_as
 from rooftop.errors import InputError, ModelRunError
 from rooftop.media.pillow_resize import Resize
 from rooftop.models.detr.losses import Detections, to_detections
@@ -206,11 +207,12 @@ def _run(
 ) -> list[Detections]:
     """Run the model on a batch; returns the boxes of all queries on the CPU."""
     like = next(model.parameters())
-    try:
-        with evaluating(model):
-            predictions = model([image.to(like.device, like.dtype) for image in inputs])
-    except torch.cuda.OutOfMemoryError as error:
-        raise ModelRunError(f"{len(inputs)} photographs at once do not fit into memory; use a smaller batch") from error
+    message = f"{len(inputs)} photographs at once do not fit into memory"
+    with (
+        memory_error_as(lambda words: ModelRunError(f"{message} ({words}); use a smaller batch")),
+        evaluating(model),
+    ):
+        predictions = model([image.to(like.device, like.dtype) for image in inputs])
     finite = predictions.logits.isfinite().flatten(1).all(1) & predictions.boxes.isfinite().flatten(1).all(1)
     if not finite.all():
         raise not_finite(batch[finite.tolist().index(False)])

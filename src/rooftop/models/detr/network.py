@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rooftop.launch.symbolic import refuse_proxies
+from rooftop.models.class_counts import check_classes
 from rooftop.models.detr.weights import load_detr_weights
 from rooftop.models.vision.resnet import BasicBlock, Bottleneck, Norm, ResNet
 from rooftop.models.weights.files import load_into, options_of, read_weights, weights_file
@@ -378,6 +379,7 @@ class Detr(nn.Module):
         norm: Norm = FrozenBatchNorm,
     ) -> None:
         super().__init__()
+        check_classes(num_classes)
         if width % heads or width % 4:
             raise ValueError(f"width {width} is not a multiple of heads ({heads}) and of 4")
         if decoder_layers < 1:

@@ -116,6 +116,8 @@ def config_of(given: Mapping[str, Any]) -> GptConfig:
         known = ", ".join(map(repr, ("gpt2", *LIKE_LLAMA)))
         raise WeightsError(f"config.json is of model_type {kind!r}: expected one of {known}")
     try:
+        _refuse_quantized(given)
+        _check_switches(given)
         return _config_of_gpt2(given) if kind == "gpt2" else _config_like_llama(given, LIKE_LLAMA[kind])
     except KeyError as error:
         raise WeightsError(
@@ -255,6 +257,29 @@ def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
         found = given.get(name)
         if found is not None and found != value:
             raise ValueError(f"{name} is {found!r}, which is not supported: expected {value!r}")
+
+
+def _refuse_quantized(given: Mapping[str, Any]) -> None:
+    """Raise ValueError if Hugging Face's config says that the weights are quantized."""
+    for name in ("quantization_config", "compression_config"):
+        settings = given.get(name)
+        if settings:
+            method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+            raise ValueError(
+                f"{name} has the quant_method {method!r}, but quantized weights are not supported: give the folder of "
+                "the same model in bfloat16, float16 or float32"
+            )
+
+
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+
+
+def _check_switches(given: Mapping[str, Any]) -> None:
+    """Raise ValueError if a switch in Hugging Face's config is neither true nor false. A missing or null value is
+    accepted."""
+    for name in SWITCHES:
+        if not isinstance(given.get(name) or False, bool):
+            raise ValueError(f"{name} is {given[name]!r}: expected true or false")
 
 
 def hugging_face_kind(config: GptConfig) -> str:

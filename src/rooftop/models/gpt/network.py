@@ -116,6 +116,10 @@ class Cache:
 # ---- the model -----------------------------------------------------------------------------------------------------
 
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of a model's parameters."""
+
+
 class Gpt(nn.Module):
     """A decoder-only transformer, or a pipeline stage of one.
 
@@ -144,6 +148,7 @@ class Gpt(nn.Module):
             build the model on the meta device.
 
     Raises:
+        TypeError: `dtype` is not in `DTYPES`.
         ValueError: `layers` are not consecutive layers of the config, the ranks cannot split a size, or a rank's part
             is not on the meta device.
         ValueError: `halves` is combined with `recompute` or with context parallel ranks.
@@ -173,6 +178,9 @@ class Gpt(nn.Module):
             raise ValueError(
                 "Gpt: build a rank's part of a model with device='meta', or by rooftop.models.parallel_gpt"
             )
+        if dtype is not None and dtype not in DTYPES:
+            known = ", ".join(map(str, DTYPES))
+            raise TypeError(f"Gpt: dtype must be one of {known}, got {dtype!r}")
         granularity = granularity_of(recompute, "Gpt")
         if halves and granularity:
             raise ValueError("Gpt: halves=True cannot be combined with recompute: leave out one of them")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rooftop.hardware.large_tensors import allocated
 from rooftop.kernels import paged_attention
 from rooftop.models.gpt.switches import GptConfig
 from rooftop.parallel.self_attentions import ParallelSelfAttention
@@ -41,7 +42,7 @@ class PagedCache:
 
     Raises:
         TypeError, ValueError: `pages` or `page` is not an int of 1 or more.
-        torch.OutOfMemoryError: the device has too little memory for the pages.
+        MemoryError: the host has too little memory for the pages. On a GPU, PyTorch raises `torch.OutOfMemoryError`.
     """
 
     def __init__(
@@ -54,7 +55,10 @@ class PagedCache:
             raise ValueError(f"PagedCache: expected at least one page of at least one position, got {pages} of {page}")
         self.page, self.pages = page, pages
         shape = (config.layers, 1 + pages, config.kv_heads, page, config.head_features)
-        self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        self.keys, self.values = (
+            allocated(f"the cache of {each}", shape, dtype, lambda: torch.empty(shape, dtype=dtype, device=device))
+            for each in ("keys", "values")
+        )
         self.page_bytes = cache_bytes(config, page, dtype)
         self._free = list(range(pages, 0, -1))  # pages are taken from the end
         self._taken: set[int] = set()

@@ -99,12 +99,12 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         sampling: the settings.
 
     Returns:
-        The chosen tokens, (B,), int64. -1: no token can be chosen, because a logit is NaN, all logits are -inf, or (for
-        a random choice) a logit is inf.
+        The chosen tokens, (B,), int64. -1: no token can be chosen, because a logit is NaN or inf, or all logits are
+        -inf.
     """
     if sampling.greedy:
         best, token = logits.max(-1)
-        return torch.where(best > -torch.inf, token, -1)
+        return torch.where(best.isfinite(), token, -1)  # `max` returns NaN if a logit is NaN
     scores = logits.double()
     # scores of at most 0 never become inf, whatever the temperature
     scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
@@ -161,4 +161,4 @@ def _best_on_ranks(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     bests, places = start_gather(own[None], 0, group)().unbind(-1)  # (ranks, B)
     most, rank = bests.max(0)
     token = places.gather(0, rank[None])[0].long()
-    return torch.where(most > -torch.inf, token, -1)  # if a value is NaN, `max` returns NaN, and NaN > -inf is false
+    return torch.where(most.isfinite(), token, -1)  # `max` returns NaN if a value is NaN

@@ -12,7 +12,9 @@ Technical Report" (norms of queries and keys). `rooftop.models.gpt.configs` has 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal
 
 from rooftop.models.gpt.rope_scaling import RopeScaling
@@ -100,11 +102,13 @@ class GptConfig:
             if getattr(self, name) not in known:
                 raise ValueError(f"GptConfig: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"GptConfig: {name} must be at least 0 and less than 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value < 1):
+                raise ValueError(f"GptConfig: {name} must be a number of at least 0 and less than 1, got {value!r}")
         for name in ("rope_base", "epsilon"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"GptConfig: {name} must be positive, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 < value < math.inf):
+                raise ValueError(f"GptConfig: {name} must be a positive number, got {value!r}")
         if self.head_size is None and self.width % self.heads:
             raise ValueError(
                 f"GptConfig: {self.heads} heads do not divide a width of {self.width}: give head_size, the features of "
@@ -261,3 +265,7 @@ class GptConfig:
         pairs += windowed * (seen * (seen + 1) // 2 + (length - seen) * seen)
         attention = 4 * self.query_width * pairs // length  # two matrix products, 2 flops per multiply-add
         return (products + attention) * (3 if training else 1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

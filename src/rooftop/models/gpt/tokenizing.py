@@ -13,6 +13,9 @@ from typing import Any, Protocol
 from rooftop.errors import InputError, MissingExtraError
 
 TOKENIZER = "tokenizer.json"
+OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of tokenizers in older formats, which folders may have instead of a `tokenizer.json`."""
+
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer decodes an incomplete character to this
 
 
@@ -39,6 +42,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """The tokenizer in a `tokenizer.json`, as Hugging Face writes it.
 
+    Settings of the file that truncate or pad texts are ignored, as in transformers: they were made for training.
+
     Args:
         path: the file.
 
@@ -49,10 +54,13 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise InputError(
-                f"{path} is missing: expected the tokenizer beside the weights; --bytes uses each byte as a token, "
-                "for models trained that way"
-            )
+            other = next((name for name in OTHERS if (path.parent / name).is_file()), None)
+            remedy = "--bytes uses each byte as a token, for models trained that way"
+            if other is not None:
+                remedy = (
+                    f"AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) of transformers makes it from {other}"
+                )
+            raise InputError(f"{path} is missing: expected the tokenizer beside the weights; {remedy}")
         try:
             import tokenizers
         except ImportError as error:
@@ -61,6 +69,8 @@ class FileTokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
             raise InputError(f"{path} is damaged or not a tokenizer ({error})") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)

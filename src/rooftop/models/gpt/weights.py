@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -189,8 +190,9 @@ def read_gpt_config(folder: str | Path) -> GptConfig:
     path = user_path(folder) / CONFIG
     if not path.is_file():
         raise InputError(f"{path} does not exist: expected a folder with config.json and .safetensors files")
+    given = read_json(path)
     try:
-        return config_of(read_json(path))
+        return config_of(given)
     except WeightsError as error:
         raise WeightsError(f"{path}: {error}") from error
 
@@ -318,10 +320,18 @@ def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> 
     Raises:
         InputError: the folder is not empty; all ranks raise this.
         WeightsError: the head differs from the embedding although the config ties them.
-        ValueError: the model is a pipeline stage, or no Hugging Face model supports its config.
+        TypeError, ValueError: the model is no `Gpt`, a pipeline stage or on the meta device, no Hugging Face model
+            supports its config, or `file_bytes` is below 1.
+        OSError: the folder cannot be written, e.g. because the disk is full. No folder is left behind.
         MissingExtraError: safetensors is not installed.
     """
     folder = user_path(folder).resolve()  # "." has no name, and a folder cannot replace a link
+    if not isinstance(model, Gpt):
+        raise TypeError(f"save_gpt: expected a rooftop.models.Gpt, got {type(model).__name__}")
+    if type(file_bytes) is not int or file_bytes < 1:
+        raise ValueError(f"save_gpt: file_bytes must be an int of at least 1, got {file_bytes!r}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("save_gpt: the model is on the meta device, so its parameters have no values: load weights")
     if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
         raise ValueError("save_gpt: expected a whole model, got a pipeline stage")
     config = hugging_face_config(model.config) | {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
@@ -340,8 +350,21 @@ def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> 
             partial.replace(folder)
         if model.group is not None:
             dist.barrier(model.group)
+    except (OSError, safetensors_library().SafetensorError) as error:
+        raise _unwritable(folder, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # after a success this folder no longer exists
+
+
+def _unwritable(folder: Path, error: Exception) -> OSError:
+    """Create the error for a folder that cannot be written. The library `safetensors` raises an error of its own, with
+    the number of the system's error in its text."""
+    number = error.errno if isinstance(error, OSError) else None
+    if found := re.search(r"\(os error (\d+)\)", str(error)):
+        number = int(found[1])
+    if number is None:
+        return OSError(f"{folder} cannot be written: {error}")
+    return OSError(number, os.strerror(number), str(folder))
 
 
 def _on_any_rank(model: Gpt, said: bool) -> bool:

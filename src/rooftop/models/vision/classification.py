@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from numbers import Integral
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from rooftop.debugging import memory_error_as
 from rooftop.errors import InputError, ModelRunError
 from rooftop.media.ahead import usual_threads
 from rooftop.models.images import (
@@ -105,13 +107,12 @@ def classify(
             are done).
 
     Raises:
-        ValueError: `top` or `batch_size` is below 1.
+        TypeError, ValueError: `top` or `batch_size` is not an int of 1 or more.
         InputError: a path does not exist, a file is not an image (and is not skipped), or the number of names differs
             from the number of logits.
         ModelRunError: the memory is too small for a batch, or the output is not finite or not logits (B, classes).
     """
-    if top < 1 or batch_size < 1:
-        raise ValueError(f"expected top and batch_size of at least 1, got {top} and {batch_size}")
+    check_counts(top, batch_size)
     found = find_images(paths)
     if on_error == "raise":
         check_images(found)
@@ -129,6 +130,14 @@ def classify(
     if progress is not None and done < len(found):  # the last photographs cannot be read
         progress(f"classified {len(results)} of {len(found)}", 1.0)
     return results
+
+
+def check_counts(top: int, batch_size: int) -> None:
+    """Raise TypeError if `top` or `batch_size` is not an int, ValueError if one of them is below 1."""
+    if not isinstance(top, Integral) or not isinstance(batch_size, Integral):
+        raise TypeError(f"expected top and batch_size to be ints, got {top!r} and {batch_size!r}")
+    if top < 1 or batch_size < 1:
+        raise ValueError(f"expected top and batch_size of at least 1, got {top} and {batch_size}")
 
 
 def guessed(
@@ -159,23 +168,24 @@ def guessed(
 def _logits(model: nn.Module, images: Tensor, what: str) -> Tensor:
     """Run the model: (B, 3, H, W) -> logits (B, classes), float32 on the CPU."""
     like = next(model.parameters(), images)
-    try:
+    message = f"{len(images)} {what} at once do not fit into memory"
+    with memory_error_as(lambda words: ModelRunError(f"{message} ({words}); use a smaller batch")):
         with evaluating(model):
             logits = model(images.to(like.device, like.dtype))
         if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(images):
             got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
             raise ModelRunError(f"the model gave {got} for {len(images)} {what}, expected logits (B, classes)")
         return logits.float().cpu()
-    except torch.cuda.OutOfMemoryError as error:
-        raise ModelRunError(f"{len(images)} {what} at once do not fit into memory; use a smaller batch") from error
 
 
 def class_names(classes: Sequence[str] | None, count: int) -> Sequence[str] | None:
     """The names of `count` classes: the given names, ImageNet's names if their number matches, or None.
 
     Raises:
-        InputError: the number of given names differs from `count`.
+        InputError: the number of given names differs from `count`, or the names are one text.
     """
+    if isinstance(classes, str):
+        raise InputError(f"expected a list of the names of {count} classes, got the text {classes!r}")
     if classes is None:
         return imagenet_classes() if count == len(imagenet_classes()) else None
     if len(classes) != count:

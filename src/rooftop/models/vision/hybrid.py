@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftop.models.class_counts import check_classes
 from rooftop.models.registry import register
 from rooftop.models.vision.resnet import BasicBlock, Variant, conv3x3
 from rooftop.models.vision.swin import GlobalAverage, PatchMerging, Permute, Stage, SwinBlock
@@ -65,6 +66,7 @@ class Hybrid(nn.Module):
         small_images: bool = False,
     ) -> None:
         super().__init__()
+        check_classes(num_classes)
         if len(depths) != 4 or len(num_heads) != 2 or len(window_size) != 2:
             raise ValueError(
                 "expected 4 depths, 2 num_heads and 2 numbers for window_size, got "

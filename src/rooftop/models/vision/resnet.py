@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from rooftop.models.class_counts import check_classes
 from rooftop.models.registry import register
 from rooftop.models.weights.files import load_weights
 
@@ -187,6 +188,7 @@ class ResNet(nn.Module):
         channels: int = 64,
     ) -> None:
         super().__init__()
+        check_classes(num_classes)
         replace = replace_stride_with_dilation
         dilate = (False, *((False, False, False) if replace is None else replace))
         if len(layers) != 4 or len(dilate) != 4:

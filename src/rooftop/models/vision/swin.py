@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rooftop.kernels import window_attention
 from rooftop.launch.symbolic import proxy_in, recorded_whole
+from rooftop.models.class_counts import check_classes
 from rooftop.models.registry import register
 from rooftop.models.weights.files import load_weights
 from rooftop.nn import LayerNorm, LinearAct
@@ -390,6 +391,7 @@ class SwinTransformer(nn.Module):
         downsample_layer: type[PatchMerging] = PatchMerging,
     ) -> None:
         super().__init__()
+        check_classes(num_classes)
         if len(depths) != len(num_heads) or len(patch_size) != 2 or len(window_size) != 2:
             raise ValueError(
                 "expected as many depths as num_heads, and two numbers each for patch_size and window_size, got "

@@ -27,7 +27,7 @@ from rooftop.errors import InputError
 from rooftop.media import DamagedVideoError, VideoReader
 from rooftop.media.reading import CLOCK_SLACK_S
 from rooftop.models.images import IMAGENET, Preprocessing
-from rooftop.models.vision.classification import Guess, guessed
+from rooftop.models.vision.classification import Guess, check_counts, guessed
 
 SLACK_S = float(CLOCK_SLACK_S)  # the time 2 / 30 s selects frame 2, even if that frame's time is 0.067 s
 # torch's names for Pillow's filters
@@ -198,13 +198,12 @@ def classify_video(
             frames that are done).
 
     Raises:
-        ValueError: `top` or `batch_size` is below 1.
+        TypeError, ValueError: `top` or `batch_size` is not an int of 1 or more.
         InputError: the source is not a video, or the number of names differs from the number of logits.
         DamagedVideoError: the video is damaged. The frames before the damage are yielded first.
         ModelRunError: as in `classify`.
     """
-    if top < 1 or batch_size < 1:
-        raise ValueError(f"expected top and batch_size of at least 1, got {top} and {batch_size}")
+    check_counts(top, batch_size)
     frames = video if isinstance(video, SampledVideo) else SampledVideo.for_model(model, video)
     return _classified(model, frames, classes, top, batch_size, progress)
 

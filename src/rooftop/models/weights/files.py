@@ -278,7 +278,8 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> No
     """
     report = compared(model.state_dict(), tensors, path)
     if not report.fits:
-        raise WeightsError(f"{path} does not fit the model: {report.problems()}. {fitting(tensors)}".rstrip())
+        fits = "" if report.quantized else fitting(tensors)  # `fitting` compares only shapes
+        raise WeightsError(f"{path} does not fit the model: {report.problems()}. {fits}".rstrip())
     model.load_state_dict(tensors, strict=False)
 
 

@@ -8,6 +8,7 @@ with TensorFiles(Path("Llama-2-7b-hf")) as files:
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rooftop.errors import InputError, MissingExtraError, WeightsError
 from rooftop.models.weights.file_checks import called
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+AS_SAFETENSORS = "save the model as safetensors: from_pretrained(...).save_pretrained(FOLDER) of transformers"
 FLOATING = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the floating-point dtypes, except those with 8 bits, which need scales."""
 
@@ -75,7 +77,9 @@ class TensorFiles:
             file = path if path.is_file() else path / ONE_FILE
             return dict.fromkeys(self._file(file).keys(), file)
         if not (path / INDEX).is_file():
-            raise InputError(f"{path} is not a .safetensors file, nor a folder with {ONE_FILE} or {INDEX}")
+            pickled = next(iter(sorted(path.glob("pytorch_model*.bin"))), None) if path.is_dir() else None
+            hint = "" if pickled is None else f": {pickled.name} is pickled, so {AS_SAFETENSORS}"
+            raise InputError(f"{path} is not a .safetensors file, nor a folder with {ONE_FILE} or {INDEX}{hint}")
         index = read_json(path / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise WeightsError(f"{path / INDEX} has no weight_map: expected an index as written by transformers")
@@ -122,8 +126,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def unreadable_safetensors(path: Path, error: Exception) -> WeightsError:
     """Create the error for a file that the library `safetensors` cannot read."""
+    pickled = path.suffix.lower() == ".bin" and zipfile.is_zipfile(path)
+    hint = f" (it is pickled, so {AS_SAFETENSORS})" if pickled else called(path)
     return WeightsError(
-        f"{path} is damaged or not a safetensors file ({error}){called(path)}. Expected a file written by "
+        f"{path} is damaged or not a safetensors file ({error}){hint}. Expected a file written by "
         "safetensors.torch.save_file"
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rooftop.debugging import memory_error_in_words
+from rooftop.debugging import memory_error_as
 from rooftop.errors import DivergedError, ModelRunError
 from rooftop.parallel import report
 from rooftop.train.checkpoints.savers import Saver
@@ -163,13 +163,8 @@ def _steps(
 @contextmanager
 def _memory_explained(step: int) -> Iterator[None]:
     """Turn an out-of-memory error of a step into one line."""
-    try:
+    with memory_error_as(lambda words: ModelRunError(f"out of memory in step {step} ({words}): {MEMORY_ADVICE}")):
         yield
-    except (RuntimeError, MemoryError) as error:
-        words = memory_error_in_words(error)
-        if words is None:
-            raise
-        raise ModelRunError(f"out of memory in step {step} ({words}): {MEMORY_ADVICE}") from error
 
 
 def _told(trainer: GptTrainer, numbers: list[list[float]], seconds: float, roof: StepRoof | None) -> list[StepReport]:
