@@ -13,7 +13,7 @@ STAMP := .venv/ready
 # Where figures go, and the Python that has PyTorch for the GPU (any other than this one is taken as it is).
 MACHINE ?= h200
 GPU_PYTHON ?= $(BIN)/python
-KERNELS ?= $(filter-out tables,$(basename $(notdir $(wildcard benchmarks/kernels/*.py)))) rms_norms add_layer_norms add_rms_norms
+KERNELS ?= $(filter-out repeating tables,$(basename $(notdir $(wildcard benchmarks/kernels/*.py)))) rms_norms add_layer_norms add_rms_norms
 
 TESTS ?= tests
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from repeating import after_repeats
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -119,7 +120,7 @@ def backwards(inputs: list[Tensor], dout: Tensor, causal: bool) -> Calls:
     with torch.cuda.stream(STREAM):  # autograd runs a backward on the stream of its forward
         for name, function in variants(causal).items():
             try:
-                out = function(*inputs)
+                out = after_repeats(function, *inputs)
             except RuntimeError:
                 continue
             calls[name] = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)

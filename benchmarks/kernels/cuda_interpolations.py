@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from repeating import after_repeats
 from torch import Tensor
 
 from rooftop.cost import Cost, roof
@@ -120,7 +121,7 @@ def _call(
     if direction == "forward":
         return variant, [(features.detach(), points.detach()) for features, points, _ in sets]
     with torch.cuda.stream(stream()):  # autograd runs a backward on the stream of its forward
-        taped = [(variant(features, points), features, points, dout) for features, points, dout in sets]
+        taped = [(after_repeats(variant, *each[:2]), *each) for each in sets]
     return _backward, taped
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from repeating import after_repeats
 from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, roof
@@ -124,7 +125,7 @@ def _calls(function: Function, direction: str, sets: list[list[Tensor]]) -> dict
     if direction == "forward":
         return _both(function, [[t.detach() for t in each] for each in sets])
     with torch.cuda.stream(STREAM):  # autograd runs a backward on the stream of its forward
-        results = [function(*each) for each in sets]
+        results = [after_repeats(function, *each) for each in sets]
         taped = [(y, _full(y, each), torch.randn_like(y)) for y, each in zip(results, sets, strict=True)]
     return _both(_backward, taped)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from repeating import after_repeats
 from torch import Tensor
 
 from rooftop.cost import Cost, roof
@@ -169,7 +170,7 @@ def _variants(name: str, columns: int, sets: list[Inputs]) -> tuple[Variants, Va
             plain = [(norm, *(t.detach() for t in inputs[:4])) for inputs in sets]
             ahead = _both(_forward, plain)
             with torch.cuda.stream(STREAM):  # autograd runs a backward on the stream of its forward
-                taped = [(norm(*inputs[:4]), inputs) for inputs in sets]
+                taped = [(after_repeats(norm, *inputs[:4]), inputs) for inputs in sets]
             back = _both(_backward, taped)
         except Exception as error:
             print(f"{key} cannot do N={columns}: {type(error).__name__}: {str(error)[:100]}")

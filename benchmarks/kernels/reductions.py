@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from repeating import after_repeats
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
@@ -132,7 +133,7 @@ def _calls(function: Function, sets: list[list[Tensor]], direction: str) -> dict
         plain = [[x.detach()] for (x,) in sets]
         return {"eager": rotated(function, plain), "replay": captured(lambda: [function(x) for (x,) in plain], STREAM)}
     with torch.cuda.stream(STREAM):  # autograd runs a backward on the stream of its forward
-        taped = [[function(x), x] for (x,) in sets]
+        taped = [[after_repeats(function, x), x] for (x,) in sets]
     gradients = [[y, x, torch.randn_like(y)] for y, x in taped]
     if direction == "both":
         inputs = [[x, dy] for _, x, dy in gradients]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from repeating import after_repeats
 from torch import Tensor
 
 from rooftop.cost import Cost, roof
@@ -116,7 +117,7 @@ def _variants(name: str, columns: int, sets: list[Inputs]) -> tuple[Variants, Va
             plain = [(function, x.detach()) for x, _ in sets]
             ahead = _both(_forward, plain)
             with torch.cuda.stream(STREAM):  # autograd runs a backward on the stream of its forward
-                taped = [(function(x), x, dy) for x, dy in sets]
+                taped = [(after_repeats(function, x), x, dy) for x, dy in sets]
             back = _both(_backward, taped)
         except Exception as error:
             print(f"{key} cannot do N={columns}: {type(error).__name__}: {str(error)[:100]}")

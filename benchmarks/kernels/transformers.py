@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from repeating import after_repeats
 from torch import Tensor
 
 from rooftop.cost import Cost, CountingMode, roof
@@ -245,7 +246,7 @@ def both(fn: Callable[..., object], sets: list[Any]) -> tuple[Call, Call | None]
 
 def taped(function: Function, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """(outputs, inputs that get a gradient, gradients of the outputs)."""
-    found = function(*inputs)
+    found = after_repeats(function, *inputs)
     outputs = list(found) if isinstance(found, (tuple, list)) else [found]
     return outputs, [t for t in inputs if t.requires_grad], [torch.randn_like(y) for y in outputs]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels"
-SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "tables")
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("repeating", "tables"))
 
 
 def started(monkeypatch: pytest.MonkeyPatch, name: str, *words: str) -> int | str | None:
