@@ -172,8 +172,8 @@ class Drawing:
 
     def _view(self, asked: Asked) -> Viewpoint:
         view = self.home(asked.window) if asked.view is None else asked.view
-        view = view.moved(asked.move, self.scene_size)
         try:
+            view = view.moved(asked.move, self.scene_size)
             view = view.framed(self._outline, asked.window) if asked.framed else view
             view.camera(asked.size, self.scene_size)
         except ValueError as error:
