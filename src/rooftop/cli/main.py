@@ -95,6 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RooftopError, OSError) as error:
         return _fail(str(error), 2 if isinstance(error, WRONG_CALL) else 1, debug, error)
     except Exception as error:
+        from rooftop.debugging import memory_error_in_words
+
+        if (lack := memory_error_in_words(error)) is not None:
+            return _fail(f"out of memory: {lack}", 1, debug, error)
         note = "" if debug else " (an unexpected error: run again with --debug for the traceback)"
         return _fail(f"{type(error).__name__}: {error}{note}", 1, debug, error)
 
