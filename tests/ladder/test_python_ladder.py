@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import active_children
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Timing, ceilings_of
-from rooftop.ladder import nearest, python_climbing, python_ladder
+from rooftop.ladder import nearest, python_climbing, python_ladder, worker_processes
 from rooftop.ladder.nearest import made_points
 from rooftop.ladder.python_climbing import SpeedClimb, as_array, climb_python
 from rooftop.ladder.python_ladder import ALL, DASK, GPU, NUMBA, ONE, PROCESSES, PYTHON, SpeedLadder, SpeedRung
@@ -238,3 +239,32 @@ def test_the_rungs_of_a_gpu_are_right_and_measured() -> None:
     ladder = SpeedLadder("a test", Cost(4, 4, {"fp32": 10**6}), 2, (first, *rungs))
     found = climb_python(ladder, torch.device("cuda"), seconds=0.02)
     assert [rung.status for rung in found.rungs] == ["measured"] * 4
+
+
+def test_ctrl_c_waits_for_a_piece_of_each_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def in_python(points: list[Any], centres: list[Any]) -> list[float]:
+        lengths.append(len(points))
+        return [0.0] * len(points)
+
+    monkeypatch.setattr(python_ladder.nearest, "in_python", in_python)
+    with ExitStack() as stack:
+        _, threads = python_ladder.in_plain_python(*made_points(30_000), 2, stack)
+        assert threads.run is not None
+        assert len(threads.run()) == 30_000
+    assert max(lengths) < 2 * python_ladder.PIECE_POINTS
+
+
+def test_workers_of_one_queue_are_all_asked_before_any_is_awaited() -> None:
+    """Any of them may take a message, so a worker that is awaited alone may never get one."""
+    told: list[None] = []
+
+    class Process:
+        def is_alive(self) -> bool:
+            return len(told) < 2
+
+        def join(self, seconds: float) -> None:
+            assert len(told) == 2
+
+    worker_processes._end([Process(), Process()], told.append)

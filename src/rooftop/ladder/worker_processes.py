@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -108,8 +108,9 @@ class Workers:
         try:
             pool = stack.enter_context(started.Pool(count))
             tasks, results = (_queue(stack, started) for _ in range(2))
-            for _ in range(count):
-                stack.callback(_end, _begin(started, by_queue, tasks, results), tasks.put)
+            takers: list[Any] = []
+            stack.callback(_end, takers, tasks.put)
+            takers.extend(_begin(started, by_queue, tasks, results) for _ in range(count))
             pipes = [_with_pipe(stack, started, by_pipe) for _ in range(count)]
             tensors = [
                 torch.from_numpy(points).clone(),
@@ -170,15 +171,18 @@ def _with_pipe(stack: ExitStack, started: BaseContext, target: Any, *arguments: 
     process = _begin(started, target, there, *arguments)
     there.close()
     stack.callback(here.close)
-    stack.callback(_end, process, here.send)
+    stack.callback(_end, [process], here.send)
     return here
 
 
-def _end(process: Any, tell: Any) -> None:
-    """Ask a process to end, and terminate it if it does not."""
-    if process.is_alive():
-        tell(None)
-    process.join(JOIN_S)
-    if process.is_alive():
-        process.terminate()
+def _end(processes: Sequence[Any], tell: Any) -> None:
+    """Ask processes to end, and terminate those that do not. All are asked before any is awaited, since any of them may
+    take a message from a queue that they share."""
+    with suppress(OSError):  # a process has just ended, and nobody reads its pipe
+        for _ in [process for process in processes if process.is_alive()]:
+            tell(None)
+    for process in processes:
         process.join(JOIN_S)
+        if process.is_alive():
+            process.terminate()
+            process.join(JOIN_S)
