@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from rooftop.debugging import memory_error_in_words
 
         if (lack := memory_error_in_words(error)) is not None:
-            return _fail(f"out of memory: {lack}", 1, debug, error)
+            return _fail(lack if "out of memory" in lack else f"out of memory: {lack}", 1, debug, error)
         note = "" if debug else " (an unexpected error: run again with --debug for the traceback)"
         return _fail(f"{type(error).__name__}: {error}{note}", 1, debug, error)
 

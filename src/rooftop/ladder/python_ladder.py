@@ -128,9 +128,11 @@ def checked_count(size: int | None) -> int:
     """The number of points of a ladder of this size; None means `SIZE`.
 
     Raises:
-        ValueError: the size is not from `LEAST` to `LARGEST_SIZE`.
+        ValueError: the size is not an integer from `LEAST` to `LARGEST_SIZE`.
     """
     count = SIZE if size is None else size
+    if type(count) is not int:
+        raise ValueError(f"the python ladder takes an integer number of points, got {count!r}")
     if not LEAST <= count <= LARGEST_SIZE:
         raise ValueError(f"the python ladder takes {LEAST} to {LARGEST_SIZE:,} points, got {count:,}")
     return count

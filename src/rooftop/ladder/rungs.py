@@ -120,7 +120,7 @@ def build(name: str, size: int | None = None, device: torch.device | str | None 
             compiled, but not run.
 
     Raises:
-        ValueError: there is no such ladder, or it cannot have this size.
+        ValueError: there is no such ladder or device, or the ladder cannot have this size.
     """
     where = _device(device)
     size = checked_size(name, size, where)
@@ -129,8 +129,8 @@ def build(name: str, size: int | None = None, device: torch.device | str | None 
     return ladder
 
 
-def checked_size(name: str, size: int | None = None, device: torch.device | str | None = None) -> int:
-    """The size of a ladder that `build` would make with these arguments.
+def checked_size(name: str, size: int | None, device: torch.device) -> int:
+    """The size of the ladder that `build` would make with these arguments.
 
     Raises:
         ValueError: there is no such ladder, or it cannot have this size.
@@ -138,7 +138,9 @@ def checked_size(name: str, size: int | None = None, device: torch.device | str 
     if name not in LADDERS:
         raise ValueError(f"no ladder {name!r}: expected one of {', '.join(LADDERS)}{did_you_mean(name, LADDERS)}")
     entry = LADDERS[name]
-    size = (entry.size if _device(device).type == "cuda" else entry.small) if size is None else size
+    size = (entry.size if device.type == "cuda" else entry.small) if size is None else size
+    if type(size) is not int:
+        raise ValueError(f"the {name} ladder takes an integer number of {entry.what}, got {size!r}")
     if not 1 <= size <= entry.most:
         raise ValueError(f"the {name} ladder takes 1 to {entry.most:,} {entry.what}, got {size:,}")
     if size % entry.multiple:
@@ -147,7 +149,12 @@ def checked_size(name: str, size: int | None = None, device: torch.device | str 
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    there = torch.cuda.is_available()
+    where = torch.device(device if device is not None else "cuda" if there else "cpu")
+    if where.type != "cpu" and not (where.type == "cuda" and there):
+        expected = "'cpu' or 'cuda'" if there else "'cpu', because torch finds no GPU"
+        raise ValueError(f"device={str(where)!r}: expected {expected}")
+    return where
 
 
 @cache

@@ -484,6 +484,10 @@ def test_an_error_in_rendering_is_said_and_the_next_picture_is_drawn(
     for error, words in (
         (RuntimeError("the kernel is broken"), "RuntimeError: the kernel is broken"),
         (torch.cuda.OutOfMemoryError("2 GiB"), "does not fit into the memory of cpu; make the window smaller"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."),
+            "does not fit into the memory of cpu; make the window smaller",
+        ),
     ):
 
         def broken(*_: Any, error: Exception = error, **__: Any) -> None:
