@@ -4,6 +4,7 @@ roofs."""
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -103,6 +104,8 @@ def expected(points: nearest.Array, centres: nearest.Array) -> nearest.Array:
 
 @starts_processes
 def test_workers_answer_by_every_way_and_end() -> None:
+    from rooftop.ladder.nearest_loops import of_part
+
     points, centres = made_points(101)
     parts = bounds(101, 2)
     before = set(active_children())
@@ -114,8 +117,14 @@ def test_workers_answer_by_every_way_and_end() -> None:
             np.concatenate(workers.through_queue(pieces, centres)),
             np.concatenate(workers.through_pipes(pieces, centres)),
             workers.through_shared_memory(parts),
+            np.concatenate(workers.in_pool(of_part, [(piece, centres) for piece in pieces])),
         ):
             np.testing.assert_array_equal(found, expected(points, centres))
+        with pytest.raises(RuntimeError, match="a process of the pool has ended with exit code 3"):
+            workers.in_pool(os._exit, [(3,)])
+        workers.pipes[0].send(None)
+        with pytest.raises(RuntimeError, match="a worker process has ended before it sent its result"):
+            worker_processes._received(workers.pipes[0])
     finally:
         workers.close()
     assert set(active_children()) <= before

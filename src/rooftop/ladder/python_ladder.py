@@ -301,7 +301,7 @@ def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) ->
     of_results = sum(pickled_bytes([np.empty(last - first, np.float32)]) for first, last in places)
 
     def loops_in_pool() -> list[float]:
-        return [each for part in workers().pool.starmap(nearest.in_python, lists) for each in part]
+        return [each for part in workers().in_pool(nearest.in_python, lists) for each in part]
 
     def of_lists() -> int:
         return pickled_bytes(lists) + pickled_bytes(
@@ -314,7 +314,7 @@ def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) ->
     def compiled_in_pool() -> Array:
         from rooftop.ladder.nearest_loops import of_part
 
-        return np.concatenate(workers().pool.starmap(of_part, arrays))
+        return np.concatenate(workers().in_pool(of_part, arrays))
 
     def shared() -> Array:
         workers().distances.fill(np.nan)
