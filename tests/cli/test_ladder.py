@@ -187,3 +187,14 @@ def test_memory_that_ran_out_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     err = capsys.readouterr().err
     assert err.startswith("rooftop: error: out of memory: ")
     assert "unexpected" not in err
+
+
+def test_a_pipe_that_is_not_the_output_is_no_silent_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(verb, "pick_device", broken)
+    assert cli.main(["ladder", "vector"]) == 1
+    assert "a pipe broke, because the process at its other end has ended" in capsys.readouterr().err
