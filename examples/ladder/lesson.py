@@ -17,7 +17,10 @@ def tell(name: str, text: str, why: Mapping[str, str]) -> None:
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, help="problem size: elements of a vector, or side of a matrix")
     options = parser.parse_args()
-    ladder = build(name, options.size)
+    try:
+        ladder = build(name, options.size)
+    except ValueError as error:
+        parser.error(str(error))
     found = climb(ladder, measure_ceilings() if torch.cuda.is_available() else None)
     print(f"{found.work} ({found.device})")
     if found.roof_ms is not None:

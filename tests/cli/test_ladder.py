@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from rooftop.cli import ladder as verb
 from rooftop.cli import main as cli
+from rooftop.cli.words import Words
 from rooftop.hardware import ceilings_of
 from rooftop.ladder import Climb, Outcome
 from rooftop.ladder.memory_levels import Flight, Level, MemoryClimb
@@ -150,3 +153,48 @@ def test_the_memory_ladder_where_there_is_no_gpu(
 def test_ceilings_of_a_known_machine_have_what_the_ladders_need() -> None:
     ceilings = ceilings_of("h200")
     assert ceilings.peak("fp16") > ceilings.peak("fp32")
+
+
+def test_a_wrong_size_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verb, "pick_device", lambda text: torch.device("cuda"))
+    monkeypatch.setattr(verb, "measure_ceilings", None)
+    assert cli.main(["ladder", "matmul", "--size", "100"]) == 2
+    assert "a multiple of 8 rows and columns, got 100" in capsys.readouterr().err
+
+
+def test_on_the_command_line_the_interpreter_replaces_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that ends the command thus ends the interpreter too."""
+
+    def replaced(program: str, words: list[str], environment: dict[str, str]) -> None:
+        assert (program, environment["TRITON_INTERPRET"]) == (sys.executable, "1")
+        raise SystemExit(words)
+
+    monkeypatch.setattr(os, "execve", replaced)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "rooftop", "ladder", "vector", "--debug"])
+    with pytest.raises(SystemExit) as ended:
+        verb._interpreted(Words(["ladder", "vector"], ends_process=True))
+    assert ended.value.code == sys.orig_argv  # type: ignore[comparison-overlap]
+
+
+def test_memory_that_ran_out_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*arguments: object) -> None:
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr(verb, "pick_device", full)
+    assert cli.main(["ladder", "vector"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("rooftop: error: out of memory: ")
+    assert "unexpected" not in err
+
+
+def test_a_pipe_that_is_not_the_output_is_no_silent_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(verb, "pick_device", broken)
+    assert cli.main(["ladder", "vector"]) == 1
+    assert "a pipe broke, because the process at its other end has ended" in capsys.readouterr().err

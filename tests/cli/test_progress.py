@@ -61,3 +61,23 @@ def test_no_bar_on_other_ranks(terminal: io.StringIO, monkeypatch: pytest.Monkey
         show("compiling", 0.5)
         time.sleep(0.3)
     assert terminal.getvalue() == ""
+
+
+def test_lines_in_a_file_at_growing_intervals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.02)
+    said, ends = "", time.monotonic() + 60
+    with progress.progress_bar() as show:
+        show("compiling", 0.5)
+        while said.count("\n") < 2:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    assert said.startswith("rooftop: 50% done after 0 s: compiling\n")
+    time.sleep(0.2)
+    capsys.readouterr()
+    monkeypatch.setenv("RANK", "1")
+    with progress.progress_bar():
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""

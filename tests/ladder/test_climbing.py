@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,12 @@ def test_wrong_calls() -> None:
     for size in (0, -1, 1 << 40):
         with pytest.raises(ValueError, match="takes 1 to 536,870,912 elements"):
             build("vector", size, "cpu")
+    wrong_size: Any
+    for wrong_size in (3.5, "8", True):
+        with pytest.raises(ValueError, match="takes an integer number of elements, got"):
+            build("vector", wrong_size, "cpu")
+    with pytest.raises(ValueError, match="device='meta': expected 'cpu'"):
+        build("vector", 8, "meta")
 
 
 def test_without_a_gpu_the_twins_need_the_interpreter() -> None:

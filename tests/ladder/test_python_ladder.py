@@ -4,12 +4,14 @@ roofs."""
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import active_children
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import torch
 
 from rooftop.cost import Cost, roof
 from rooftop.hardware import Timing, ceilings_of
-from rooftop.ladder import nearest, python_climbing, python_ladder
+from rooftop.ladder import nearest, python_climbing, python_ladder, worker_processes
 from rooftop.ladder.nearest import made_points
 from rooftop.ladder.python_climbing import SpeedClimb, as_array, climb_python
 from rooftop.ladder.python_ladder import ALL, DASK, GPU, NUMBA, ONE, PROCESSES, PYTHON, SpeedLadder, SpeedRung
@@ -102,6 +104,8 @@ def expected(points: nearest.Array, centres: nearest.Array) -> nearest.Array:
 
 @starts_processes
 def test_workers_answer_by_every_way_and_end() -> None:
+    from rooftop.ladder.nearest_loops import of_part
+
     points, centres = made_points(101)
     parts = bounds(101, 2)
     before = set(active_children())
@@ -113,8 +117,14 @@ def test_workers_answer_by_every_way_and_end() -> None:
             np.concatenate(workers.through_queue(pieces, centres)),
             np.concatenate(workers.through_pipes(pieces, centres)),
             workers.through_shared_memory(parts),
+            np.concatenate(workers.in_pool(of_part, [(piece, centres) for piece in pieces])),
         ):
             np.testing.assert_array_equal(found, expected(points, centres))
+        with pytest.raises(RuntimeError, match="a process of the pool has ended with exit code 3"):
+            workers.in_pool(os._exit, [(3,)])
+        workers.pipes[0].send(None)
+        with pytest.raises(RuntimeError, match="a worker process has ended before it sent its result"):
+            worker_processes._received(workers.pipes[0])
     finally:
         workers.close()
     assert set(active_children()) <= before
@@ -238,3 +248,32 @@ def test_the_rungs_of_a_gpu_are_right_and_measured() -> None:
     ladder = SpeedLadder("a test", Cost(4, 4, {"fp32": 10**6}), 2, (first, *rungs))
     found = climb_python(ladder, torch.device("cuda"), seconds=0.02)
     assert [rung.status for rung in found.rungs] == ["measured"] * 4
+
+
+def test_ctrl_c_waits_for_a_piece_of_each_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def in_python(points: list[Any], centres: list[Any]) -> list[float]:
+        lengths.append(len(points))
+        return [0.0] * len(points)
+
+    monkeypatch.setattr(python_ladder.nearest, "in_python", in_python)
+    with ExitStack() as stack:
+        _, threads = python_ladder.in_plain_python(*made_points(30_000), 2, stack)
+        assert threads.run is not None
+        assert len(threads.run()) == 30_000
+    assert max(lengths) < 2 * python_ladder.PIECE_POINTS
+
+
+def test_workers_of_one_queue_are_all_asked_before_any_is_awaited() -> None:
+    """Any of them may take a message, so a worker that is awaited alone may never get one."""
+    told: list[None] = []
+
+    class Process:
+        def is_alive(self) -> bool:
+            return len(told) < 2
+
+        def join(self, seconds: float) -> None:
+            assert len(told) == 2
+
+    worker_processes._end([Process(), Process()], told.append)

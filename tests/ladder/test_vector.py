@@ -51,3 +51,11 @@ def test_without_a_gpu_the_wrong_launch_is_refused_too() -> None:
     x: Any = torch.randn(10)
     (refused,) = wrong_launches(x, x, x)
     assert "expected at most 1,024" in refused
+
+
+def test_a_rung_on_the_cpu_that_writes_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rungs on the CPU share a result. The sum of the rung before does not count."""
+    monkeypatch.setattr("rooftop.ladder.vector._numba_add", lambda: lambda a, b, c: None)
+    outcomes = {rung.name: rung for rung in climb(build("vector", 1001, "cpu")).rungs if rung.tool == CPU}
+    assert outcomes["NumPy"].status == "checked"
+    assert outcomes["Numba"].status == "wrong"

@@ -18,6 +18,7 @@ from rooftop.scene import Camera, DirectionalLight, GBuffer, Geometry, PointLigh
 from rooftop.scene.lights import MARGIN, Light, borders
 from rooftop.scene.pictures import points
 from rooftop.scene.rendering import shadow_maps
+from rooftop.scene.rendering.stages import Stages
 
 Floats = NDArray[np.float64]
 LIGHTS: dict[str, Light] = {
@@ -350,3 +351,17 @@ def test_a_camera_that_is_made_again_sees_the_same_maps(world: Scene, device: st
     kept = renderer._shadows.views
     assert drawn(renderer, nudged(0.0)) == 0
     assert renderer._shadows.views is kept
+
+
+def test_a_frame_that_fails_spoils_no_kept_map(world: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failed frame of another camera has overwritten the cascades. The next frame draws them again."""
+    world.add_light(DirectionalLight((1, 0.6, -1.5), size=64, cascades=2))
+    renderer = Renderer(world, "cpu")
+    expected = renderer.render(CAMERA, ("shadow",))
+    with monkeypatch.context() as failing:
+        failing.setattr(Stages, "emit", None)
+        with pytest.raises(TypeError):
+            renderer.render(Camera.look_at((-6, -2, 3), (0, 1, 0.5), width=96, height=72), ("shadow",))
+    found = renderer.render(CAMERA, ("shadow",))
+    assert torch.equal(found["shadow"].nan_to_num(-7.0), expected["shadow"].nan_to_num(-7.0))
+    assert found.stats.shadow_maps == 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,12 @@ from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import check_outputs, write_json
 from rooftop.cli.progress import progress_bar
+from rooftop.cli.words import Words
 from rooftop.errors import MeasurementError
 from rooftop.hardware import measure_ceilings
 from rooftop.ladder import Climb, build, climb
 from rooftop.ladder.chart import page, require_plotly
+from rooftop.ladder.rungs import checked_size
 from rooftop.ladder.table import WITHOUT_GPU, heading, table
 from rooftop.launch.triton_launch import INTERPRETED
 from rooftop.whole_files import write_whole
@@ -41,6 +44,8 @@ def run(
         if chart is not None:
             require_plotly()
         return _measured_here(name, size, where, out, chart)
+    with _wrong_size():
+        checked_size(name, size, where)
     if chart is not None:
         if where.type != "cuda":
             raise MeasurementError("a chart shows speeds, which need an NVIDIA GPU: leave --chart out")
@@ -81,14 +86,12 @@ def _measured_here(name: str, size: int | None, where: torch.device, out: Path |
         return _memory(size, where, out, chart)
     from rooftop.ladder import python_shown as shown
     from rooftop.ladder.python_climbing import climb_python
-    from rooftop.ladder.python_ladder import python_ladder
+    from rooftop.ladder.python_ladder import checked_count, python_ladder
 
-    with progress_bar() as progress:
-        try:
-            with python_ladder(size, where) as ladder:
-                found = climb_python(ladder, where, progress=progress)
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="--size") from error
+    with _wrong_size():
+        checked_count(size)
+    with progress_bar() as progress, python_ladder(size, where) as ladder:
+        found = climb_python(ladder, where, progress=progress)
     console = output_console(highlight=False)
     console.print(shown.heading(found))
     console.print(shown.table(found))
@@ -128,18 +131,28 @@ def _climbed(name: str, size: int | None, where: torch.device) -> Climb:
         ceilings = measure_ceilings(where, progress=progress) if where.type == "cuda" else None
         try:
             ladder = build(name, size, where)
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="--size") from error
         except torch.cuda.OutOfMemoryError as error:
             raise MeasurementError(f"the {name} ladder does not fit into the free memory of {where}") from error
         return climb(ladder, ceilings, progress=progress)
 
 
-def _interpreted(words: list[str]) -> int:
-    """Run this `rooftop` command again in a process with Triton's interpreter, and return its exit status. A new
-    process is needed because Triton chooses the interpreter at import.
+def _interpreted(words: Words) -> int:
+    """Run this `rooftop` command again with Triton's interpreter, and return its exit status. A new program is needed
+    because Triton chooses the interpreter at import. On the command line it replaces this process, so a signal that
+    ends the command ends all of it.
     """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     sys.stdout.flush()
+    if words.ends_process:
+        os.execve(sys.executable, sys.orig_argv, environment)
     done = subprocess.run([sys.executable, "-m", "rooftop", *words], env=environment, check=False)
     return done.returncode
+
+
+@contextmanager
+def _wrong_size() -> Iterator[None]:
+    """Turn a ValueError into an error of the option --size."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--size") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import select
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -58,6 +59,28 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"No such command {args[0]!r}{near}", ctx)
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, as click does.
+
+        Raises:
+            BrokenPipeError: the program that reads the output has ended. click then ends the process without a message.
+            RuntimeError: another pipe broke, such as a worker process's.
+        """
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            if _reader_has_ended():
+                raise
+            raise RuntimeError(f"a pipe broke, because the process at its other end has ended: {error}") from error
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, verb.line) for name, verb in self.verbs.items()])
+
+
+def _reader_has_ended() -> bool:
+    """Whether a program that reads this process's stdout or stderr (head, less) has ended."""
+    outputs = select.poll()
+    for descriptor in (1, 2):
+        outputs.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in outputs.poll(0))

@@ -95,16 +95,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RooftopError, OSError) as error:
         return _fail(str(error), 2 if isinstance(error, WRONG_CALL) else 1, debug, error)
     except Exception as error:
-        if memory := _memory_in_words(error):
-            return _fail(f"out of memory: {memory}; use smaller sizes, or free memory", 1, debug, error)
+        if lack := _memory_in_words(error):
+            what = lack if "out of memory" in lack else f"out of memory: {lack}"
+            return _fail(f"{what}; use smaller sizes, or free memory", 1, debug, error)
         note = "" if debug else " (an unexpected error: run again with --debug for the traceback)"
         return _fail(f"{type(error).__name__}: {error}{note}", 1, debug, error)
 
 
 def _memory_in_words(error: Exception) -> str:
-    """A short text about an out-of-memory error of PyTorch, on a GPU or on the CPU; "" for any other error."""
+    """A short text about an out-of-memory error, on a GPU or on the CPU; "" for any other error."""
     if "torch" not in sys.modules:  # PyTorch did not raise the error, and may be damaged
-        return ""
+        return (str(error) or "MemoryError") if isinstance(error, MemoryError) else ""
     from rooftop.debugging.out_of_memory import memory_error_in_words
 
     return memory_error_in_words(error) or ""

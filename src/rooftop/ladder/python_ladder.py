@@ -32,6 +32,7 @@ Clock = Literal["host", "graph", "device"]
 
 # default, smallest and largest number of points; for the largest, plain Python takes a minute or more
 SIZE, LEAST, LARGEST_SIZE = 1 << 15, 64, 1 << 22
+PIECE_POINTS = 4096  # Ctrl-C waits for the piece of each thread; plain Python takes 30 ms for a piece
 PART_POINTS = 128  # plain Python takes a millisecond for these points, short enough that some samples are undisturbed
 FILE = "nearest.cu"
 POINTS, THREADS = 4, 128  # points per thread, threads per block
@@ -100,9 +101,7 @@ def python_ladder(size: int | None = None, device: torch.device | str | None = N
     Raises:
         ValueError: the size is not from `LEAST` to `LARGEST_SIZE`.
     """
-    count = SIZE if size is None else size
-    if not LEAST <= count <= LARGEST_SIZE:
-        raise ValueError(f"the python ladder takes {LEAST} to {LARGEST_SIZE:,} points, got {count:,}")
+    count = checked_count(size)
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     points, centres = made_points(count)
     processes = min(torch.get_num_threads(), MOST)
@@ -125,6 +124,20 @@ def python_ladder(size: int | None = None, device: torch.device | str | None = N
         )
 
 
+def checked_count(size: int | None) -> int:
+    """The number of points of a ladder of this size; None means `SIZE`.
+
+    Raises:
+        ValueError: the size is not an integer from `LEAST` to `LARGEST_SIZE`.
+    """
+    count = SIZE if size is None else size
+    if type(count) is not int:
+        raise ValueError(f"the python ladder takes an integer number of points, got {count!r}")
+    if not LEAST <= count <= LARGEST_SIZE:
+        raise ValueError(f"the python ladder takes {LEAST} to {LARGEST_SIZE:,} points, got {count:,}")
+    return count
+
+
 def tuples(points: Array) -> list[Any]:
     """Convert points (3, n) to the form of plain Python: a list of n tuples."""
     return list(map(tuple, points.T.tolist()))
@@ -142,7 +155,8 @@ def in_plain_python(points: Array, centres: Array, threads: int, stack: ExitStac
         return nearest.in_python(listed[: len(listed) // parts], targets)
 
     def in_threads(parts: int = 1) -> list[float]:
-        pieces = [listed[first:last] for first, last in bounds(len(listed) // parts, threads)]
+        count = len(listed) // parts
+        pieces = [listed[first:last] for first, last in bounds(count, max(threads, count // PIECE_POINTS))]
         return [each for piece in pool.map(partial(nearest.in_python, centres=targets), pieces) for each in piece]
 
     return (
@@ -287,7 +301,7 @@ def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) ->
     of_results = sum(pickled_bytes([np.empty(last - first, np.float32)]) for first, last in places)
 
     def loops_in_pool() -> list[float]:
-        return [each for part in workers().pool.starmap(nearest.in_python, lists) for each in part]
+        return [each for part in workers().in_pool(nearest.in_python, lists) for each in part]
 
     def of_lists() -> int:
         return pickled_bytes(lists) + pickled_bytes(
@@ -300,7 +314,7 @@ def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) ->
     def compiled_in_pool() -> Array:
         from rooftop.ladder.nearest_loops import of_part
 
-        return np.concatenate(workers().pool.starmap(of_part, arrays))
+        return np.concatenate(workers().in_pool(of_part, arrays))
 
     def shared() -> Array:
         workers().distances.fill(np.nan)
@@ -424,9 +438,10 @@ def on_gpu(points: Array, centres: Array, device: torch.device) -> tuple[SpeedRu
     if device.type != "cuda" and not cuda.runs_on(x):
         return tuple(SpeedRung(name, tool, None, GPU, stop, note=NEEDS_GPU) for name, (tool, stop) in names.items())
     there, centres_there = x.to(device), targets.to(device)
-    result = torch.empty(x.shape[1], device=device)
     pinned = device.type == "cuda"
-    given, taken = (x.pin_memory() if pinned else x), torch.empty(x.shape[1], pin_memory=pinned)
+    given = x.pin_memory() if pinned else x
+    result = torch.full((x.shape[1],), torch.nan, device=device)  # NaN reveals elements that no rung writes
+    taken = torch.full((x.shape[1],), torch.nan, pin_memory=pinned)
 
     def one_kernel() -> Tensor:
         grid = max(1, -(-result.numel() // (POINTS * THREADS)))

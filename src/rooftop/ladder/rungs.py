@@ -120,20 +120,41 @@ def build(name: str, size: int | None = None, device: torch.device | str | None 
             compiled, but not run.
 
     Raises:
+        ValueError: there is no such ladder or device, or the ladder cannot have this size.
+    """
+    where = _device(device)
+    size = checked_size(name, size, where)
+    module = importlib.import_module(f"rooftop.ladder.{LADDERS[name].module}")
+    ladder: Ladder = module.make(size, where)
+    return ladder
+
+
+def checked_size(name: str, size: int | None, device: torch.device) -> int:
+    """The size of the ladder that `build` would make with these arguments.
+
+    Raises:
         ValueError: there is no such ladder, or it cannot have this size.
     """
     if name not in LADDERS:
         raise ValueError(f"no ladder {name!r}: expected one of {', '.join(LADDERS)}{did_you_mean(name, LADDERS)}")
     entry = LADDERS[name]
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    size = (entry.size if where.type == "cuda" else entry.small) if size is None else size
+    size = (entry.size if device.type == "cuda" else entry.small) if size is None else size
+    if type(size) is not int:
+        raise ValueError(f"the {name} ladder takes an integer number of {entry.what}, got {size!r}")
     if not 1 <= size <= entry.most:
         raise ValueError(f"the {name} ladder takes 1 to {entry.most:,} {entry.what}, got {size:,}")
     if size % entry.multiple:
         raise ValueError(f"the {name} ladder takes a multiple of {entry.multiple} {entry.what}, got {size:,}")
-    module = importlib.import_module(f"rooftop.ladder.{entry.module}")
-    ladder: Ladder = module.make(size, where)
-    return ladder
+    return size
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    there = torch.cuda.is_available()
+    where = torch.device(device if device is not None else "cuda" if there else "cpu")
+    if where.type != "cpu" and not (where.type == "cuda" and there):
+        expected = "'cpu' or 'cuda'" if there else "'cpu', because torch finds no GPU"
+        raise ValueError(f"device={str(where)!r}: expected {expected}")
+    return where
 
 
 @cache

@@ -27,6 +27,7 @@ WRONG_THREADS = 500_000
 def make(size: int, device: torch.device) -> Ladder:
     """Make the vector ladder: several implementations (rungs) of z = x + y for vectors of `size` elements."""
     x, y, z = torch.randn(size, device=device), torch.randn(size, device=device), torch.empty(size, device=device)
+    on_host = [torch.empty(size, pin_memory=pinned) for pinned in ((False, True) if z.is_cuda else (False,))]
     names = (ALONE, NARROW, EACH, STRIDE, WIDE, IN_FLIGHT)
     return Ladder(
         name="vector",
@@ -36,20 +37,19 @@ def make(size: int, device: torch.device) -> Ladder:
         cost=Cost(8 * size, 4 * size, {"fp32": size}),
         exact=x + y,
         rungs=(
-            *on_cpu(x, y),
+            *on_cpu(x, y, on_host[0]),
             *interleave(in_cuda(x, y, z), triton_rungs(device, lambda: in_triton(x, y, z), names)),
             Rung("torch.add", PYTORCH, lambda: torch.add(x, y, out=z)),
-            *with_transfers(x, y, z),
+            *with_transfers(x, y, z, on_host),
         ),
-        poisoned=(z,),
+        poisoned=(z, *on_host),
         remarks=lambda ceilings: wrong_launches(x, y, z),
     )
 
 
-def on_cpu(x: Tensor, y: Tensor) -> tuple[Rung, ...]:
-    """The rungs on the CPU."""
+def on_cpu(x: Tensor, y: Tensor, result: Tensor) -> tuple[Rung, ...]:
+    """The rungs on the CPU, which write the sum into `result`."""
     hosts = [t.cpu() for t in (x, y)]
-    result = torch.empty_like(hosts[0])
     a, b, c = (t.numpy() for t in (*hosts, result))
 
     def in_numpy() -> Tensor:
@@ -133,16 +133,15 @@ def in_triton(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
     )
 
 
-def with_transfers(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
+def with_transfers(x: Tensor, y: Tensor, z: Tensor, targets: Sequence[Tensor]) -> tuple[Rung, ...]:
     """The rungs with transfers: x and y are copied from the host's memory; z is copied back, and the host waits for
-    z.
+    z. On a GPU, `targets` has the two tensors that receive z, first the one in pageable memory.
     """
     if not z.is_cuda:
         return tuple(Rung(name, CUDA, None, note="needs a GPU") for name in (PAGEABLE, PINNED))
 
-    def rung(name: str, pinned: bool, note: str) -> Rung:
+    def rung(name: str, pinned: bool, target: Tensor, note: str) -> Rung:
         sources = [t.cpu().pin_memory() if pinned else t.cpu() for t in (x, y)]
-        target = torch.empty(z.shape, pin_memory=pinned)
 
         def run() -> Tensor:
             x.copy_(sources[0], non_blocking=pinned)
@@ -154,7 +153,11 @@ def with_transfers(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
 
         return Rung(name, CUDA, run, "device", ("wide<1>",), note)
 
-    return rung(PAGEABLE, False, "pageable memory"), rung(PINNED, True, "page-locked memory")
+    pageable, page_locked = targets
+    return (
+        rung(PAGEABLE, False, pageable, "pageable memory"),
+        rung(PINNED, True, page_locked, "page-locked memory"),
+    )
 
 
 def wrong_launches(x: Tensor, y: Tensor, z: Tensor) -> Sequence[str]:

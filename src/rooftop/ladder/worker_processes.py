@@ -7,13 +7,14 @@ pipe; the other process reads and unpickles it. Tensors after `share_memory_` ar
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.pool import Pool
 from multiprocessing.reduction import ForkingPickler
+from queue import Empty
 from typing import Any, cast
 
 from rooftop.ladder.nearest import Array
@@ -21,6 +22,7 @@ from rooftop.ladder.nearest import Array
 MOST = 16  # largest number of processes: more would show nothing new
 JOIN_S = 10.0
 ANSWER_S = 120.0  # maximum seconds to wait for a result in a queue, since a dead worker never sends one
+LOOK_S = 0.5  # seconds between two looks whether all processes of the pool live
 SERVER = "forkserver"
 
 
@@ -82,7 +84,7 @@ class Workers:
 
     Attributes:
         count: number of workers for each way.
-        pool: a pool for `starmap`.
+        pool: the pool of `in_pool`.
         tasks, results: queues of the workers of `by_queue`.
         pipes: pipes to the workers of `by_pipe`.
         shared: pipes to the workers of `by_shared_memory`.
@@ -108,8 +110,9 @@ class Workers:
         try:
             pool = stack.enter_context(started.Pool(count))
             tasks, results = (_queue(stack, started) for _ in range(2))
-            for _ in range(count):
-                stack.callback(_end, _begin(started, by_queue, tasks, results), tasks.put)
+            takers: list[Any] = []
+            stack.callback(_end, takers, tasks.put)
+            takers.extend(_begin(started, by_queue, tasks, results) for _ in range(count))
             pipes = [_with_pipe(stack, started, by_pipe) for _ in range(count)]
             tensors = [
                 torch.from_numpy(points).clone(),
@@ -128,18 +131,38 @@ class Workers:
         """End all workers, and wait until they have ended."""
         self._stack.close()
 
+    def in_pool(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a function for each tuple of arguments in the pool. Return the results in that order.
+
+        Raises:
+            RuntimeError: a process of the pool has ended. The pool replaces it, but its result never comes.
+        """
+        processes = list(cast(Any, self.pool)._pool)
+        results = self.pool.starmap_async(function, arguments)
+        while not results.ready():
+            results.wait(LOOK_S)
+            ended = [process.exitcode for process in processes if process.exitcode is not None]
+            if ended and not results.ready():
+                raise RuntimeError(f"a process of the pool has ended with exit code {ended[0]}")
+        return results.get()
+
     def through_queue(self, parts: Sequence[Array], centres: Array) -> list[Array]:
         """Send each part to a free worker through a queue. Return the distances in the order of the parts."""
         for number, part in enumerate(parts):
             self.tasks.put((number, part, centres))
-        found = dict(self.results.get(timeout=ANSWER_S) for _ in parts)
+        try:
+            found = dict(self.results.get(timeout=ANSWER_S) for _ in parts)
+        except Empty:
+            raise RuntimeError(
+                f"the queue has had no result for {ANSWER_S:.0f} s: a worker process has ended"
+            ) from None
         return [found[number] for number in range(len(parts))]
 
     def through_pipes(self, parts: Sequence[Array], centres: Array) -> list[Array]:
         """Send part n to worker n through a pipe. Return the distances in the order of the parts."""
         for pipe, part in zip(self.pipes, parts, strict=True):
             pipe.send((part, centres))
-        return [pipe.recv() for pipe in self.pipes]
+        return [_received(pipe) for pipe in self.pipes]
 
     def through_shared_memory(self, parts: Sequence[tuple[int, int]]) -> Array:
         """Let worker n compute the distances of part n of the points in shared memory, and return all distances. Only
@@ -148,8 +171,20 @@ class Workers:
         for pipe, part in zip(self.shared, parts, strict=True):
             pipe.send(part)
         for pipe in self.shared:
-            pipe.recv()
+            _received(pipe)
         return self.distances
+
+
+def _received(pipe: Connection) -> Any:
+    """Wait for an object from a worker's pipe.
+
+    Raises:
+        RuntimeError: the worker process has ended.
+    """
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        raise RuntimeError("a worker process has ended before it sent its result") from None
 
 
 def _queue(stack: ExitStack, started: BaseContext) -> Any:
@@ -170,15 +205,18 @@ def _with_pipe(stack: ExitStack, started: BaseContext, target: Any, *arguments: 
     process = _begin(started, target, there, *arguments)
     there.close()
     stack.callback(here.close)
-    stack.callback(_end, process, here.send)
+    stack.callback(_end, [process], here.send)
     return here
 
 
-def _end(process: Any, tell: Any) -> None:
-    """Ask a process to end, and terminate it if it does not."""
-    if process.is_alive():
-        tell(None)
-    process.join(JOIN_S)
-    if process.is_alive():
-        process.terminate()
+def _end(processes: Sequence[Any], tell: Any) -> None:
+    """Ask processes to end, and terminate those that do not. All are asked before any is awaited, since any of them may
+    take a message from a queue that they share."""
+    with suppress(OSError):  # a process has just ended, and nobody reads its pipe
+        for _ in [process for process in processes if process.is_alive()]:
+            tell(None)
+    for process in processes:
         process.join(JOIN_S)
+        if process.is_alive():
+            process.terminate()
+            process.join(JOIN_S)

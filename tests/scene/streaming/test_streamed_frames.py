@@ -644,6 +644,30 @@ def test_an_interrupt_while_pages_are_planned_loses_none(
     assert not (pool.slots.state == LOADING).any()
 
 
+def test_an_interrupt_before_slots_are_free_loses_no_page(
+    paged_ball: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan has taken slots, but nobody reads its pages. Later frames read them."""
+    renderer, fresh = (
+        Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=slots_for(paged_ball, 0.3)) for _ in range(2)
+    )
+    cameras = turns(2)
+    renderer.render(cameras[0])
+    pool = renderer.pool
+    assert pool is not None
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as failing:
+        failing.setattr(pool, "_wait_for_frames", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            renderer.render(cameras[1])
+    assert not (pool.slots.state == LOADING).any()
+    names = [name for name in SHOWN if name != "velocity"]
+    assert same(renderer.render(cameras[1], names), fresh.render(cameras[1], names), names)
+
+
 def test_a_mesh_that_is_added_joins_the_pool(paged_ball: Geometry, paged_knot: Geometry, device: str) -> None:
     scene = alone(paged_ball)
     renderer = Renderer(scene, device, pool_bytes=2**30)

@@ -371,6 +371,10 @@ def test_beyond_loopback_names_of_the_machine_count(world: scene.Scene, monkeypa
         ({"size": [8, 8], "view": {"eye": [1, 2, "3"], "target": [0, 0, 0]}}, "view: eye is"),
         ({"size": [8, 8], "view": {"eye": [0, 0, 0], "target": [0, 0, 0]}}, "the same point"),
         ({"size": [8, 8], "view": VIEW, "move": {"fly": [1e30, 1e30, 1e30]}}, "this camera is not possible:"),
+        (
+            {"size": [8, 8], "view": VIEW, "move": {"fly": [1e29, 1e29, 1e29], "zoom_doublings": [1]}},
+            "this camera is not possible: eye and target are the same",
+        ),
         ({"size": [8, 8], "move": {"jump": [1]}}, "move 'jump' is not known"),
         ({"size": [8, 8], "light": [0, 0, 0]}, "light is 0, 0, 0: expected a direction"),
         ({"size": [8, 8], "light": [1, 0]}, "light is"),
@@ -480,6 +484,10 @@ def test_an_error_in_rendering_is_said_and_the_next_picture_is_drawn(
     for error, words in (
         (RuntimeError("the kernel is broken"), "RuntimeError: the kernel is broken"),
         (torch.cuda.OutOfMemoryError("2 GiB"), "does not fit into the memory of cpu; make the window smaller"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."),
+            "does not fit into the memory of cpu; make the window smaller",
+        ),
     ):
 
         def broken(*_: Any, error: Exception = error, **__: Any) -> None:
@@ -538,8 +546,10 @@ def test_who_waits_when_it_ends_is_let_go(world: scene.Scene) -> None:
 def test_a_port_that_is_taken(viewer: Viewer) -> None:
     with pytest.raises(InputError, match=f"cannot listen at 127.0.0.1, port {viewer.port}: .*; try another --port"):
         Viewer(viewer.drawing, port=viewer.port)
-    with pytest.raises(InputError, match=r"cannot listen at no\.such\.host\.invalid"):
+    with pytest.raises(InputError, match=r"cannot listen at no\.such\.host\.invalid.*; --host takes an address"):
         Viewer(viewer.drawing, "no.such.host.invalid")
+    with pytest.raises(InputError, match="host is '': expected an address"):
+        Viewer(viewer.drawing, "")
 
 
 def test_the_command_prints_an_address_serves_and_ends(

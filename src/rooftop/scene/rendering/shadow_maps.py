@@ -98,7 +98,10 @@ class ShadowMaps:
         for number, view in enumerate(self.views):
             if changed is None or _sees(view, *changed):
                 self._drawn[number] = None
-        return tuple(k for k, wanted in enumerate(self._wanted) if self._drawn[k] != wanted)
+        due = tuple(k for k, wanted in enumerate(self._wanted) if self._drawn[k] != wanted)
+        for number in due:
+            self._drawn[number] = None  # a frame that fails may have overwritten these maps
+        return due
 
     def batches(self, due: Sequence[int], places: int, cameras: int) -> list[tuple[int, ...]]:
         """Divide the shadow maps with the numbers `due`, in order, into batches. The maps of a batch are drawn

@@ -169,9 +169,17 @@ class Pool:
         if len(plan.given_up):
             self._evicted += len(plan.given_up)
             self._changed.append(plan.given_up)
-            if self.words.device.type == "cuda":  # wait, because the previous frame may still read these slots
-                torch.cuda.current_stream(self.words.device).synchronize()
+            try:
+                self._wait_for_frames()  # the previous frame may still read these slots
+            except BaseException:
+                self.slots.lose(plan.pages)  # later plans read these pages; nobody is reading them now
+                raise
         self.loader.load(plan.pages, plan.slots, urgency, plan.orders)
+
+    def _wait_for_frames(self) -> None:
+        """Wait until the device has drawn all frames that are queued. On a CPU, all frames are drawn already."""
+        if self.words.device.type == "cuda":
+            torch.cuda.current_stream(self.words.device).synchronize()
 
     def _take(self, arrivals: Arrivals) -> None:
         """Record arrivals.

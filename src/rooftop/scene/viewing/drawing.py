@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rooftop.debugging import memory_error_in_words
 from rooftop.errors import InputError, RooftopError
 from rooftop.scene.framing import outline
 from rooftop.scene.gbuffers import GBuffer
@@ -172,8 +173,8 @@ class Drawing:
 
     def _view(self, asked: Asked) -> Viewpoint:
         view = self.home(asked.window) if asked.view is None else asked.view
-        view = view.moved(asked.move, self.scene_size)
         try:
+            view = view.moved(asked.move, self.scene_size)
             view = view.framed(self._outline, asked.window) if asked.framed else view
             view.camera(asked.size, self.scene_size)
         except ValueError as error:
@@ -239,16 +240,13 @@ class Drawing:
             try:
                 job.result = job.work()
                 job.end()
-            except torch.cuda.OutOfMemoryError:
-                where = self.renderer.device
-                job.end(
-                    DrawingError(
-                        f"the scene or the picture does not fit into the memory of {where}; make the window smaller"
-                    )
-                )
             except RooftopError as error:
                 job.end(error)
             except Exception as error:
+                if memory_error_in_words(error) is not None:
+                    what = f"the scene or the picture does not fit into the memory of {self.renderer.device}"
+                    job.end(DrawingError(f"{what}; make the window smaller"))
+                    continue
                 traceback.print_exc()
                 job.end(DrawingError(f"{type(error).__name__}: {error}"))
 

@@ -8,6 +8,7 @@ could point at it. Third, the Origin header, if present, must be this server.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import io
 import ipaddress
@@ -66,12 +67,16 @@ class Viewer(ThreadingHTTPServer):
 
     def __init__(self, drawing: Drawing, host: str = "127.0.0.1", port: int = 0) -> None:
         self.drawing, self.token, self.host = drawing, secrets.token_urlsafe(24), host
+        if not host:
+            raise InputError("host is '': expected an address or a name of this machine, such as 127.0.0.1 or 0.0.0.0")
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else "expected a port from 0 to 65535"
-            raise InputError(f"cannot listen at {host}, port {port}: {reason}; try another --port, or 0") from None
+            foreign = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+            remedy = "--host takes an address or a name of this machine" if foreign else "try another --port, or 0"
+            raise InputError(f"cannot listen at {host}, port {port}: {reason}; {remedy}") from None
 
     @property
     def port(self) -> int:

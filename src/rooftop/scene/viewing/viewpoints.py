@@ -128,10 +128,15 @@ class Viewpoint:
         return self if target == self.eye else replace(self, target=target)
 
     def moved(self, move: Mapping[str, tuple[float, ...]], scene_size: float) -> Viewpoint:
-        """Apply all moves that a page has collected since its last picture. `MOVES` lists the names of the moves."""
+        """Apply all moves that a page has collected since its last picture. `MOVES` lists the names of the moves.
+
+        Raises:
+            ValueError: a move leads to a view for which no camera is possible (see `camera`).
+        """
         view = self
         for name, amounts in move.items():
             view = MOVES[name].apply(view, amounts, scene_size)
+            view.camera((16, 16), scene_size)  # the next move needs a view with a direction
         return view
 
     def plain(self) -> dict[str, Any]:
