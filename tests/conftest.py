@@ -349,11 +349,12 @@ BUILDS = "ROOFTOP_TESTS_BUILDS"
 
 INTERPRETING = """
 import gc, json, os, signal, sys
+gc.disable()  # collections during the imports take a quarter of their time
 import hypothesis, psutil, pytest, torch, torch._dynamo, triton
 import rooftop.analysis.profiling, rooftop.kernels, rooftop.nn, rooftop.testing
 
-gc.collect()
 gc.freeze()
+gc.enable()
 for line in sys.stdin:
     words, output = json.loads(line)
     child = os.fork()
@@ -411,19 +412,32 @@ PRELOADED = (
     "torch._dynamo" if torch.cuda.is_available() else "torch._inductor.compile_fx",
     *("torch.distributed.run", "torch.distributed.device_mesh", "torch.profiler"),
     "pytest",
-    *("rooftop.cli.analyze", "rooftop.analysis.page", "rooftop.parallel.processes"),
+    *("rooftop.cli.analyze", "rooftop.cli.train", "rooftop.analysis.page", "rooftop.parallel.processes"),
 )
+PRELOADING = f"""
+import gc, os, sys
+gc.disable()  # collections during the imports take a quarter of their time
+sys.path.remove(os.path.dirname(__file__))
+import {", ".join(PRELOADED)}
+gc.freeze()  # forks skip these objects
+gc.enable()
+"""
+"""The one module that the process of `fork` imports."""
 Fork = Callable[..., BaseProcess]
 
 
 @pytest.fixture(scope="session")
-def fork() -> Fork:
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Fork:
     """Run a program as `python program` would, in a fork of a process that has imported torch and this library once,
     because the import takes longer than most such programs. Measurements are as short as in this process."""
     shortened = {} if torch.cuda.is_available() else SHORTENED
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    folder, path = tmp_path_factory.mktemp("preloading"), os.environ.get("PYTHONPATH")
+    restored = "" if path is None else f"os.environ['PYTHONPATH'] = {path!r}\n"
+    (folder / "preloading.py").write_text(f"{PRELOADING}del os.environ['PYTHONPATH']\n{restored}")
+    context.set_forkserver_preload(["preloading"])
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         patch.setenv("KINETO_LOG_LEVEL", "99")
         patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # NVML counts GPUs, because CUDA does not work after a fork
         forkserver.ensure_running()

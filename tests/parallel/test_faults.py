@@ -276,11 +276,12 @@ def test_a_training_goes_on_with_the_launcher_that_is_left(
 def test_a_launcher_that_comes_again_takes_part(fork: Fork, book: Path, free_port: Callable[[], int]) -> None:
     """The new launcher's count of restarts differs from the other launcher's count. Ranks that end for the restart save
     first."""
-    port, steps = free_port(), 70
+    port, steps = free_port(), 50
     first, second = two_launchers(port, steps, fork, book, OWN_STORES)
     fewer = one_is_killed(first, second, book)
     wait_for_step(book / "lines", fewer + 5, [first])
     wait_for_checkpoint(book, fewer + 5, first)
+    (book / "slow").touch()  # the steps must not end before the new launcher is there
     third = launcher(3, port, steps, fork, book, OWN_STORES)
     more = wait_for_start(book, 4, first, least=fewer + 5)
     (book / "fast").touch()

@@ -33,6 +33,7 @@ from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.parallel.sharded_data import fully_sharded, local_of, part_like, shard_here
 from rooftop.testing import assert_as_accurate
 from rooftop.train import (
+    AdamW,
     GptTrainer,
     GptTraining,
     Tokens,
@@ -103,9 +104,9 @@ def trained(
     found = Trained(copied(model), [], [], [], {})
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(8 if parameter.dim() > 1 else 1)  # so that no value stays nearly zero
+            local_of(parameter).mul_(8 if parameter.dim() > 1 else 1)  # so that no value stays nearly zero
     gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=True)
+    optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     at = layout.coordinates(dist.get_rank())["dp"] if dist.is_initialized() else 0
     tokens, targets = (each.chunk(layout.dp)[at].to(device_here()) for each in text(config))
     count = targets_of_all_ranks(targets, groups["dp-cp"])
@@ -304,6 +305,42 @@ def trainer(training: GptTraining, layout: Layout, fully_shard: bool) -> GptTrai
 def numbers(of: GptTrainer, steps: int) -> list[list[float]]:
     """Loss and norm of each step."""
     return [[float(number) for number in of.advance()] for _ in range(steps)]
+
+
+def stepped(make: Callable[..., torch.optim.AdamW]) -> tuple[list[Tensor], list[dict[str, Any]], list[int]]:
+    """This rank's parts after three steps of sharded parameters, the optimizer's state, and how often a step has raised
+    each version counter. Some ranks have no row of the first; the second has no gradient in the second step."""
+    torch.manual_seed(0)
+    model = nn.ParameterList(torch.randn(shape, dtype=torch.float64) for shape in ((1, 3), (5, 2), (4,)))
+    sharded_data.fully_sharded(model, [], dist.group.WORLD, device_type=device_here().type)
+    every = list(model.parameters())
+    optimizer = make([{"params": every[:2]}, {"params": every[2:], "weight_decay": 0.0}], lr=0.01, weight_decay=0.1)
+    raised: list[int] = []
+    for step in range(3):
+        for number, each in enumerate(every):
+            whole = torch.randn(each.shape, dtype=torch.float64) * 10.0**number
+            each.grad = None if step == number == 1 else part_like(each, whole)
+        before = [each._version for each in every]
+        optimizer.step()
+        raised += [int(each._version > was) for each, was in zip(every, before, strict=True)]
+    states = [{name: optimizer.state[each][name] for name in ("step", "exp_avg", "exp_avg_sq")} for each in every]
+    assert all(isinstance(state["exp_avg"], DTensor) and state["exp_avg"].shape == each.shape
+               for state, each in zip(states, every, strict=True))  # fmt: skip
+    return (
+        [local_of(each.detach()) for each in every],
+        [{name: local_of(value) for name, value in state.items()} for state in states],
+        raised,
+    )
+
+
+def stepped_by_both() -> tuple[Any, Any]:
+    return stepped(AdamW), stepped(torch.optim.AdamW)
+
+
+def test_sharded_parameters_are_stepped_as_by_pytorch_bit_for_bit(on_ranks: Run) -> None:
+    for ours, theirs in on_ranks(2, stepped_by_both):
+        torch.testing.assert_close(ours[:2], theirs[:2], rtol=0, atol=0)
+        assert ours[2] == theirs[2] == [1, 1, 1, 1, 0, 1, 1, 1, 1]
 
 
 def saved_and_gone_on(training: GptTraining, folder: Path) -> tuple[list[list[float]], list[list[float]], int, int]:

@@ -167,7 +167,7 @@ def enlarged(model: Gpt) -> Gpt:
     return model
 
 
-def trained(case: Case, groups: Mapping[str, Group], steps: int) -> Trained:
+def trained(case: Case, groups: Mapping[str, Group], steps: int) -> tuple[Trained, Gpt]:
     """Train for some steps on this rank."""
     config, layout = CONFIGS[case.kind], case.layout
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -200,7 +200,7 @@ def trained(case: Case, groups: Mapping[str, Group], steps: int) -> Trained:
         found.losses.append(exchanges.start_sum(loss.detach().clone(), groups["dp-cp"])())
         optimizer.step()
     found.parameters = copied(model)
-    return found
+    return found, model
 
 
 def copied(model: nn.Module) -> Tensors:
@@ -215,7 +215,7 @@ def device_here() -> torch.device:
 def references(steps: int) -> dict[tuple[str, bool], Trained]:
     """The results of one process, by kind and whether documents are packed."""
     return {
-        (kind, packed): trained(Case(kind, Layout(), documents=packed), Layout().process_groups(), steps)
+        (kind, packed): trained(Case(kind, Layout(), documents=packed), Layout().process_groups(), steps)[0]
         for kind in CONFIGS
         for packed in (False, True)
     }
@@ -259,9 +259,8 @@ def all_differences(cases: list[Case], expected: dict[tuple[str, bool], Trained]
     groups = groups_of([case.layout for case in cases])
     found = []
     for case in cases:
-        here = groups[case.layout.dp, case.layout.tp, case.layout.cp]
-        parts = parallel_gpt(CONFIGS[case.kind], case.layout, here, seed=SEED, device="meta")
-        found.append(differences(trained(case, here, steps), expected[case.kind, case.documents], parts))
+        made, model = trained(case, groups[case.layout.dp, case.layout.tp, case.layout.cp], steps)
+        found.append(differences(made, expected[case.kind, case.documents], model))
     return found
 
 
@@ -455,7 +454,7 @@ def shown(world: int, expected: dict[tuple[str, bool], Trained]) -> dict[str, fl
         here = groups[layout.dp, layout.tp, layout.cp]
         parts = parallel_gpt(CONFIGS[case.kind], case.layout, here, seed=SEED, device="meta")
         with fault.put_in():
-            made = trained(case, here, steps=1)
+            made, _ = trained(case, here, steps=1)
         found[name] = differences(made, expected[case.kind, case.documents], parts)[fault.shown_by]
     return found
 

@@ -42,7 +42,8 @@ from rooftop.parallel.dropouts import CounterDropouts, Place
 from rooftop.parallel.exchanges import Group
 from rooftop.parallel.pipelines import Pipeline
 from rooftop.parallel.schedules import Instruction, Schedule, schedule_of, simulate
-from rooftop.train import Replayed
+from rooftop.parallel.sharded_data import local_of
+from rooftop.train import AdamW, Replayed
 
 Run = Callable[..., list[Any]]
 Tensors = dict[str, Tensor]
@@ -154,8 +155,8 @@ def trained_with(
     found = Trained(copied(model), [], [], [], {})
     with torch.no_grad():
         for parameter in model.parameters():  # matrices large enough that no value becomes nearly zero
-            parameter.mul_(8 if parameter.dim() > 1 else 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=True)
+            local_of(parameter).mul_(8 if parameter.dim() > 1 else 1)
+    optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     for step in range(steps):
         optimizer.zero_grad()
         found.losses.append(float(backward(step)))

@@ -22,6 +22,12 @@ class Embedding(torch.nn.Embedding):
         super().__init__(*args, **kwargs)
         check_unsupported(self.max_norm, self.scale_grad_by_freq, self.sparse)
 
+    def reset_parameters(self) -> None:
+        """Draw initial values, as `torch.nn.Embedding` does. On the meta device there are none, and PyTorch would
+        import its compiler to draw them, which takes more than a second."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, input: Tensor) -> Tensor:
         """Look up tokens of any shape. The result is (*input.shape, D). Errors are as in `embedding`."""
         return embedding(

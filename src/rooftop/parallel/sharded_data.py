@@ -149,7 +149,14 @@ def part_like(parameter: Tensor, whole: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     start, rows = _rows_here(parameter)
-    local = whole[start : start + rows].to(parameter.device, copy=True)
+    return sharded_like(parameter, whole[start : start + rows].to(parameter.device, copy=True))
+
+
+def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A tensor sharded like a parameter, with `local` as this rank's part. For a parameter that is not sharded, return
+    `local` unchanged."""
+    if not isinstance(parameter, DTensor):
+        return local
     return DTensor.from_local(
         local,
         parameter.device_mesh,

@@ -229,6 +229,8 @@ class Gpt(nn.Module):
             )
         rules, shards = initial_values(self.config), shards_of(self)
         for name, parameter in self.named_parameters():
+            if parameter.is_meta:  # it has no values, and PyTorch would import its compiler to draw them
+                continue
             mean, deviation = next((mean, std) for pattern, mean, std in rules if fnmatchcase(name, pattern))
             shard = shards.get(name)
             if shard is None and deviation:

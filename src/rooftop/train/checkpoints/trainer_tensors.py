@@ -20,7 +20,7 @@ from torch import Tensor
 from rooftop.kernels import Box
 from rooftop.models.gpt.stages import whole_name
 from rooftop.parallel import Shard, shards_of
-from rooftop.parallel.sharded_data import local_of, shard_here
+from rooftop.parallel.sharded_data import local_of, shard_here, sharded_like
 from rooftop.train.checkpoints.plans import Held
 from rooftop.train.checkpoints.saved_tensors import KINDS, Readable, entry_of
 from rooftop.train.gpt.trainer import GptTrainer
@@ -100,7 +100,7 @@ def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
             continue
         state = {}
         for kind in MOMENTS:
-            state[kind] = torch.zeros_like(weight)
+            state[kind] = sharded_like(weight, torch.zeros_like(local_of(weight)))
             _fill(state[kind], shard, saved, folder, moment_name(kind, name))
         state[STEPS] = torch.zeros(())  # `load_state_dict` moves it to the weight's device
         _fill(state[STEPS], None, saved, folder, moment_name(STEPS, name))

@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from rooftop.launch.triton_launch import INTERPRETED, require_triton
-from rooftop.parallel.sharded_data import local_of
+from rooftop.parallel.sharded_data import local_of, sharded_like
 from rooftop.train.optimizers.adamw_launches import AdamWOptions, AdamWPlan
 from rooftop.train.optimizers.main_weights import MainWeights
 
@@ -208,10 +210,43 @@ def _check_scale(scale: Tensor | None) -> None:
         raise ValueError(f"AdamW: scale must be one number, got {tuple(scale.shape)}")
 
 
-def _plain_step(optimizer: torch.optim.AdamW) -> None:
+def _plain_step(optimizer: AdamW) -> None:
     """Run PyTorch's own step, without the hooks that already run around the step of this class."""
+    groups = optimizer.param_groups
+    if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
+        for group in groups:
+            _step_of_parts(group, optimizer.state)
+        return
     step: Any = torch.optim.AdamW.step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+def _step_of_parts(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> None:
+    """Run PyTorch's step on this rank's parts. AdamW treats each element alone, so the result is the same. On DTensors,
+    PyTorch would plan each operator for each new shape, which takes milliseconds."""
+    found = [parameter for parameter in group["params"] if parameter.grad is not None]
+    if not found:
+        return
+    for each in found:
+        _complete(each, state[each])
+    beta1, beta2 = group["betas"]
+    adamw(
+        [local_of(each) for each in found],
+        [local_of(each.grad) for each in found],
+        [local_of(state[each]["exp_avg"]) for each in found],
+        [local_of(state[each]["exp_avg_sq"]) for each in found],
+        [],
+        [state[each]["step"] for each in found],
+        foreach=group["foreach"],
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    torch.autograd.graph.increment_version(found)
 
 
 def _is_fused(group: dict[str, Any]) -> bool | None:
@@ -256,6 +291,7 @@ def _complete(parameter: Tensor, state: dict[str, Any]) -> None:
                 "same shape"
             )
         if held is None or local_of(held).stride() != local_of(parameter).stride():
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            zeros = torch.zeros_like(local_of(parameter), memory_format=torch.preserve_format)
+            state[name] = sharded_like(parameter, zeros)
             if held is not None:
                 state[name].copy_(held)
