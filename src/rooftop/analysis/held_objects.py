@@ -227,7 +227,7 @@ def _passed(owner: Any, items: Iterable[Any]) -> Container:
 
 
 def _containers_of(value: Any, of_modules: bool, installed: bool) -> Iterator[Container]:
-    """The parts of a value that can change: its items, its attributes."""
+    """The containers that the search follows from a value: its items, its attributes, and what a function refers to."""
     if isinstance(value, type):
         yield from _of_class(value)
         return

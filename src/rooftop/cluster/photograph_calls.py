@@ -230,7 +230,7 @@ class PhotographCall:
 
 @dataclass(frozen=True)
 class Classes:
-    """The `top` most probable classes of a classifier."""
+    """The call that finds the `top` most probable classes of each photograph, by a classifier."""
 
     top: int
     preprocessing: Preprocessing

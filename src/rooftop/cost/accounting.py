@@ -346,7 +346,7 @@ def matrix_precision(tensor: Tensor, *, convolution: bool = False) -> str:
     device_type = counted_device_type() or tensor.device.type
     if tensor.dtype in (torch.float32, torch.complex64) and device_type == "cuda":
         # `fp32_precision` also reflects the older switch `allow_tf32`. Reading `allow_tf32` itself raises an error if
-        # the program has set `fp32_precision`.
+        # the program has set `fp32_precision` to another precision.
         switch = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul  # type: ignore[attr-defined]
         return "tf32" if switch.fp32_precision == "tf32" else "fp32"
     return _MATRIX_PRECISION.get(tensor.dtype, "fp32")

@@ -35,7 +35,9 @@ class MatDataFlag(Flag):
 
 
 class _Share:
-    """An object to which only the Mats of a block refer. The object's reference count is the number of these Mats."""
+    """An object to which a block and each of the block's Mats refer, so that its reference count tells how many Mats
+    there are.
+    """
 
     __slots__ = ()
 

@@ -17,7 +17,7 @@ from rooftop.kernels import Box
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of rows of the whole parameter.
+    """A part of a whole parameter, which one rank holds: a range of its rows, or of its columns.
 
     Attributes:
         box: the part of the whole parameter.

@@ -290,8 +290,8 @@ def _activation_by(module: nn.Module) -> str | None:
 
 
 class _Computing:
-    """The replaced `forward` of a convolution, which Rooftop's kernels compute: at once, or, if operations are to be
-    fused with it, when these operations are called.
+    """The function that replaces the `forward` of a convolution. Rooftop's kernels compute the convolution when this
+    function is called, or, if operations are to be fused with it, when these operations are called.
     """
 
     def __init__(self, convolution: nn.Conv2d, steps: tuple[str, ...]) -> None:

@@ -346,7 +346,7 @@ class ConvLSTM2D(nn.Module):
 def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pair, dilation: Pair) -> Tensor:
     """Compute the convolution of x as one matrix product, for kernel windows with few values.
 
-    Both x and the result are channels last.
+    The shapes of x and of the result are (N, C, H, W), in the memory format `torch.channels_last`.
 
     The rows of the matrices are padded to a multiple of 8 values, which is 16 bytes in half precision, so that tensor
     cores can load the rows.

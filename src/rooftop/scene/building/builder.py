@@ -184,7 +184,7 @@ def build_file(
 
     Args:
         mesh: any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl and more.
-        path: path of the new file; by default next to the mesh, with the suffix .rtg.
+        path: path of the new file; by default that of the mesh, with its suffix replaced by .rtg.
         normals: "file" reads normals from the file if all its parts have normals, and otherwise stores none. "smooth"
             computes normals. "flat" stores none, so that a renderer uses the faces' normals.
         precision, progress, workers, lock_borders: as for `build`.

@@ -276,7 +276,7 @@ class LooseParts:
         return areas
 
     def _numbers(self, corners: Corners) -> Ints:
-        """The loose part of each triangle, (T,), as an index into `ids`; -1 if a triangle belongs to none."""
+        """For each triangle, (T,), the index in `ids` of its loose part (see `LooseParts`); -1 if it belongs to none."""
         assert self._vertices.parts is not None
         ids = self._vertices.parts[corners[:, 0]]
         at = np.minimum(np.searchsorted(self.ids, ids), len(self) - 1)

@@ -185,7 +185,7 @@ class Stages:
         graphs, events = self.memory.graphs, self.clock.events
         seen, captured = key in graphs, graphs.pop(key, None)
         with torch.cuda.device(self.clock.device):
-            # no graph at the first call, because a frame may be drawn only once, and this call compiles missing kernels
+            # no graph at the first call, because there may be no second one, and this call compiles missing kernels
             if not seen:
                 launches()
             else:
