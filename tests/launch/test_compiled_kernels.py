@@ -7,10 +7,11 @@ everything before the compiler is Triton's own code.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -178,6 +179,34 @@ def test_hooks_see_every_launch(by_triton: list[int], launched: list[tuple[Any, 
     assert len(by_triton) == 2
     launch(kernel, (1,), CPU, *arguments, SIZE=16, KIND=0)
     assert len(by_triton) == 2
+
+
+def test_without_triton_nothing_watches_kernels_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_kernels._settings.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(known_calls, "ON_CPU", True)
+
+    class Made(NamedTuple):
+        name: str = "add"
+        takes_descriptors: bool = False
+
+        def launch(self, grid: tuple[int, ...], given: list[Any]) -> None:
+            assert grid == (2, 1, 1)
+            assert all(given)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        record_launch("add", Made(), (2, 1, 1), (x, y))
+        return y
+
+    again = known_calls.remembering(run)
+    try:
+        with count_launches() as counted:
+            for _ in range(4):
+                again(MEMORY)
+    finally:
+        compiled_kernels._settings.cache_clear()
+    assert counted == {"add": 4}
 
 
 def test_few_enough_are_kept(launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,19 @@ def test_each_source_name_architecture_and_option_is_compiled_once(
     assert len(compiled) == 5 == len(list(cache.iterdir()))
 
 
+def test_threads_that_compile_the_same_kernel_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, others = nvrtc.binary, list[cuda.Kernel]()
+
+    def meanwhile(*arguments: Any) -> nvrtc.Binary:
+        monkeypatch.setattr(nvrtc, "binary", compiled)
+        others.append(cuda.compile(SOURCE, "plain", arch="sm_90"))
+        return compiled(*arguments)
+
+    monkeypatch.setattr(nvrtc, "binary", meanwhile)
+    assert cuda.compile(SOURCE, "plain", arch="sm_90") is others[0]
+    assert cuda.compile(SOURCE, "plain", arch="sm_90") is others[0]
+
+
 @pytest.mark.parametrize("damage", [lambda b: b[:-5], lambda b: b"", lambda b: b"{}\n" + b, lambda b: b[:-1] + b"\x01"])
 def test_a_damaged_file_is_compiled_again(
     damage: Callable[[bytes], bytes], cache: Path, monkeypatch: pytest.MonkeyPatch

@@ -69,8 +69,8 @@ rows = Count.of(100, (0, 0), conditions)
 assert rows >= 64
 parameters = struct.pack("QiiQ", 0, 100, 0, 300)
 launch = {
-    "python": None, "function": 1, "in_all_contexts": False, "grid": (4, 2, 1), "block": (128, 1, 1), "cluster": None,
-    "shared": 0, "early": False, "cooperative": False, "parameters": parameters, "offsets": [0, 8, 16],
+    "python": None, "function": 1, "owner": None, "in_all_contexts": False, "grid": (4, 2, 1), "block": (128, 1, 1),
+    "cluster": None, "shared": 0, "early": False, "cooperative": False, "parameters": parameters, "offsets": [0, 8, 16],
     "sizes": [8, 4, 8], "patches": [(0, 1, 0)], "maps": [], "grid_formulas": codes_of((-(-rows // 32), 2)),
     "numbers": [(1, code_of(rows)), (2, code_of(rows * 3))],
 }
@@ -88,12 +88,16 @@ for count in (100, 64, 65, 63, 1000):
 
 # A kernel (float*, int, double) in CUDA C++, whose handle is 2, on clusters of two blocks that all run at once.
 CUDA_PROGRAM = """
+import weakref
 from types import SimpleNamespace
 import torch
 from rooftop.launch import native_calls
 from rooftop.launch.cuda import Configured
 from rooftop.launch.driver_launches import for_driver
 from rooftop.launch.known_calls import Pointer, Step
+
+class Kernel(SimpleNamespace):  # to which weak references are possible
+    pass
 
 native_calls.build()
 native, seen = native_calls.module, []
@@ -104,7 +108,7 @@ def miss(facts, x):
 calls = native.make_calls(lambda x: None, miss, [])
 calls(torch.zeros(4))
 types = ("float*", "int", "double")
-kernel = SimpleNamespace(name="k", binary=SimpleNamespace(types=types), _loaded=SimpleNamespace(handle=2))
+kernel = Kernel(name="k", binary=SimpleNamespace(types=types), _loaded=SimpleNamespace(handle=2))
 made = Configured(kernel, 0, None, [], (64, 2, 1), 1024, (2, 1, 1), True)
 pointer = Pointer(0, 1, 0, (torch.float32, torch.Size((4,)), (1,)))
 step = Step(made, made, (6, 1, 1), [None, -5, 0.5], (pointer,), {})
@@ -113,7 +117,11 @@ plan = native.Plan({
     "results": [(1, (4,), (1,), 0)], "kind": "t", "recording": None, "varies": False, "conditions": [],
 })
 native.keep(calls, seen[0], plan)
-print(tuple(calls(torch.zeros(4)).shape), flush=True)
+loaded = weakref.ref(kernel)
+del kernel, made, step, plan
+print(tuple(calls(torch.zeros(4)).shape), loaded() is not None, flush=True)
+native.forget(calls)
+print("unloaded" if loaded() is None else "kept", flush=True)
 """
 
 
@@ -149,10 +157,11 @@ def test_grid_numbers_and_memory_follow_the_rows(tmp_path: Path) -> None:
 @no_driver
 @needs_compiler
 def test_a_kernel_in_cuda_keeps_its_configuration(tmp_path: Path) -> None:
-    """Attribute 2 of the driver's launches is "cooperative"; attribute 4 has the blocks of a cluster."""
+    """Attribute 2 of the driver's launches is "cooperative"; attribute 4 has the blocks of a cluster. `cuda.core`
+    unloads kernels to which nothing refers, so the plan refers to its kernel."""
     half = struct.unpack("q", struct.pack("d", 0.5))[0]
     assert printed(CUDA_PROGRAM, tmp_path) == [
         *(f"launch 6 1 1, -5 {half}", "block 64 2 1, 1024 bytes"),
         *("attribute 2: 1 0 0", "attribute 4: 2 1 1"),
-        "(4,)",
+        *("(4,) True", "unloaded"),
     ]

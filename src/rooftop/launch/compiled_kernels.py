@@ -10,6 +10,7 @@ kernels, and makes the launches that this module cannot make.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,6 @@ constants and launch parameters.
 
 _NUMBERS = frozenset((float, bool))  # Triton does not specialize on values of these types
 _SMALL = 1 << 31  # integers from -2^31 to 2^31 - 1 have 32 bits in a kernel
-_runtime: Any = None  # `triton.knobs.runtime`, once Triton is imported
 
 
 class Compiled:
@@ -165,13 +165,23 @@ def _constants(kernel: Any, compiled: Any, count: int, parameters: dict[str, Any
 
 
 def is_watched() -> bool:
-    """Whether launch hooks of Triton's profilers, or Triton's debug mode, must see each launch."""
-    global _runtime
-    if _runtime is None:
-        from triton import knobs
-
-        _runtime = knobs.runtime
-    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    """Whether launch hooks of Triton's profilers, or Triton's debug mode, must see each launch. False without Triton,
+    when kernels in CUDA C++ are the only ones.
+    """
+    runtime = _settings()
+    if runtime is None:
+        return False
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if enter is not None and getattr(enter, "calls", True):
         return True
-    return bool(_runtime.debug or (leave is not None and getattr(leave, "calls", True)))
+    return bool(runtime.debug or (leave is not None and getattr(leave, "calls", True)))
+
+
+@cache
+def _settings() -> Any:
+    """Triton's settings of launches, `triton.knobs.runtime`; None if Triton cannot be imported."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return None
+    return knobs.runtime

@@ -97,7 +97,8 @@ def compile(
     kernel = _kernels.get(key)
     if kernel is None:
         options = nvrtc.Options(arch, macros, fast_math, fused_multiply_add, max_registers)
-        kernel = _kernels[key] = Kernel(nvrtc.binary(source, name, options), source, options)
+        # another thread may have compiled the same kernel in the meantime
+        kernel = _kernels.setdefault(key, Kernel(nvrtc.binary(source, name, options), source, options))
     return kernel
 
 

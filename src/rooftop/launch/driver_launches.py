@@ -51,6 +51,7 @@ def _of_cuda(step: Step, made: Configured) -> dict[str, Any]:
     return {
         "python": None,
         "function": made.handle,
+        "owner": made.kernel,
         "in_all_contexts": True,
         "grid": step.grid,
         "block": made.threads,
@@ -110,6 +111,7 @@ def _of_triton(step: Step, made: Compiled, varied: Varied | None) -> dict[str, A
     return {
         "python": None,
         "function": compiled.function,
+        "owner": compiled,
         "in_all_contexts": False,
         "grid": (*step.grid, 1, 1)[:3],
         "block": (32 * about.num_warps, 1, 1),

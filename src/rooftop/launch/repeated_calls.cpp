@@ -364,6 +364,7 @@ struct Launch {
   std::shared_ptr<OperatorCall> call;
   py::object python;  // (sources, numbers) launches the kernel; None: the driver launches it
   void* function = nullptr;  // a CUfunction, or a CUkernel, which is valid in all contexts
+  py::object owner;          // the Python object that unloads the function when it is freed
   LaunchConfig config{};
   std::vector<LaunchAttribute> attributes;
   std::string parameters;          // bytes of the parameters, with 0 for pointers
@@ -1039,6 +1040,7 @@ Launch launch_of(const py::dict& given) {
   const auto parameter = given["in_all_contexts"].cast<bool>() ? cuda.kernel_parameter : cuda.parameter;
   if (!cuda.launch || !parameter || !cuda.name) throw py::value_error("the driver has no cuFuncGetParamInfo");
   made.function = reinterpret_cast<void*>(given["function"].cast<uintptr_t>());
+  made.owner = given["owner"];
   const auto grid = given["grid"].cast<std::vector<unsigned>>();
   const auto block = given["block"].cast<std::vector<unsigned>>();
   std::copy_n(grid.begin(), 3, made.config.grid);
