@@ -69,7 +69,8 @@ rows = Count.of(100, (0, 0), conditions)
 assert rows >= 64
 parameters = struct.pack("QiiQ", 0, 100, 0, 300)
 launch = {
-    "python": None, "function": 1, "owner": None, "in_all_contexts": False, "grid": (4, 2, 1), "block": (128, 1, 1),
+    "python": None, "name": "k", "function": 1, "owner": None, "in_all_contexts": False, "grid": (4, 2, 1),
+    "block": (128, 1, 1),
     "cluster": None, "shared": 0, "early": False, "cooperative": False, "parameters": parameters, "offsets": [0, 8, 16],
     "sizes": [8, 4, 8], "patches": [(0, 1, 0)], "maps": [], "grid_formulas": codes_of((-(-rows // 32), 2)),
     "numbers": [(1, code_of(rows)), (2, code_of(rows * 3))],

@@ -141,7 +141,7 @@ def of_used_layers(fail: bool) -> tuple[list[int], int]:
         with mine.summing():
             x.sum().backward(retain_graph=True)
             begun = [starts.call_count]
-            with pytest.raises(RuntimeError, match="call sum_ before the next summing"), mine.summing():
+            with pytest.raises(RuntimeError, match="call sum_ before the next one"), mine.summing():
                 pass
         mine.sum_()
         begun.append(starts.call_count)

@@ -16,6 +16,7 @@ Without CUDA there are no streams: `side_stream()` returns None, and the other c
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,4 +86,7 @@ def ensure_context(device: torch.device | None = None) -> None:
     Args:
         device: torch's current device; None has the same meaning.
     """
-    torch.cuda.current_stream(device).query()
+    context = ctypes.c_void_p()
+    ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context))
+    if not context.value:
+        torch.cuda.current_stream(device).query()  # the runtime makes the device's context current

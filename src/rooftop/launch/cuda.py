@@ -52,6 +52,7 @@ CONFIGURATIONS_KEPT = 1024  # cached configurations per kernel
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 _streams: dict[tuple[int, int], Any] = {}
 _thread = threading.local()
+_loading = threading.Lock()
 
 
 def compile(
@@ -137,6 +138,7 @@ class Kernel:
         self.max_threads_per_block = _threads_with(binary.registers, self.capability)
         self._source, self._options = source, options
         self._signature: Signature = signature(binary.name, binary.types)
+        self._kernel: Any = None
         self._configurations: dict[tuple[Any, ...], Any] = {}
         self._active_clusters: dict[tuple[Any, ...], int] = {}
 
@@ -302,11 +304,17 @@ class Kernel:
             raise LaunchError(f"kernel {self.name}: no GPU here to launch it on")
         return torch.cuda.current_device()
 
-    @cached_property
+    @property
     def _loaded(self) -> Any:
-        """The loaded kernel, valid in all CUDA contexts. Loading a kernel does not invalidate a graph capture that is
-        in progress.
-        """
+        """The loaded kernel, valid in all CUDA contexts."""
+        if self._kernel is None:
+            with _loading:  # a kernel that was loaded twice would have its attributes in only one of the copies
+                if self._kernel is None:
+                    self._kernel = self._load()
+        return self._kernel
+
+    def _load(self) -> Any:
+        """Load the kernel. This does not invalidate a graph capture that is in progress."""
         core = nvrtc.require_cuda_core()
         from cuda.bindings import driver
 

@@ -51,6 +51,7 @@ def _of_cuda(step: Step, made: Configured) -> dict[str, Any]:
     return {
         "python": None,
         "function": made.handle,
+        "name": step.name,
         "owner": made.kernel,
         "in_all_contexts": True,
         "grid": step.grid,
@@ -111,6 +112,7 @@ def _of_triton(step: Step, made: Compiled, varied: Varied | None) -> dict[str, A
     return {
         "python": None,
         "function": compiled.function,
+        "name": step.name,
         "owner": compiled,
         "in_all_contexts": False,
         "grid": (*step.grid, 1, 1)[:3],

@@ -364,6 +364,7 @@ struct Launch {
   std::shared_ptr<OperatorCall> call;
   py::object python;  // (sources, numbers) launches the kernel; None: the driver launches it
   void* function = nullptr;  // a CUfunction, or a CUkernel, which is valid in all contexts
+  std::string name;          // for errors
   py::object owner;          // the Python object that unloads the function when it is freed
   LaunchConfig config{};
   std::vector<LaunchAttribute> attributes;
@@ -502,7 +503,8 @@ void launch(const Launch& step, const Tensors& sources, void* stream, const std:
   config.stream = stream;
   config.attributes = attributes;
   config.count = step.attributes.size();
-  if (const int error = driver().launch(&config, step.function, pointers, nullptr)) driver_failed("launch of a kernel", error);
+  if (const int error = driver().launch(&config, step.function, pointers, nullptr))
+    driver_failed(("launch of kernel " + step.name).c_str(), error);
 }
 
 // Zeroed counters of a stream, or separate counters of a captured launch. Returns an undefined tensor if no counters
@@ -1040,6 +1042,7 @@ Launch launch_of(const py::dict& given) {
   const auto parameter = given["in_all_contexts"].cast<bool>() ? cuda.kernel_parameter : cuda.parameter;
   if (!cuda.launch || !parameter || !cuda.name) throw py::value_error("the driver has no cuFuncGetParamInfo");
   made.function = reinterpret_cast<void*>(given["function"].cast<uintptr_t>());
+  made.name = given["name"].cast<std::string>();
   made.owner = given["owner"];
   const auto grid = given["grid"].cast<std::vector<unsigned>>();
   const auto block = given["block"].cast<std::vector<unsigned>>();

@@ -116,7 +116,7 @@ class ModelGradients:
             RuntimeError: a second backward runs within the block, or earlier sums are not finished.
         """
         if self._during is not None:
-            raise RuntimeError("ModelGradients: the sums of the last summing() are not complete: call sum_ before the next summing()")
+            raise RuntimeError("ModelGradients: the last summing() is not complete: call sum_ before the next one")
         if self.data_shares or not _are_several(self.data):
             yield
             return

@@ -14,7 +14,10 @@ from rooftop.cli.outputs import json_option
 @click.command("build", epilog="Example: rooftop scene build scan.ply -o scan.rtg --normals smooth")
 @click.argument("mesh", type=click.Path(path_type=Path))
 @click.option(
-    "-o", "--out", type=click.Path(path_type=Path), help="File to write.  [default: MESH with its suffix replaced by .rtg]"
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    help="File to write.  [default: MESH with its suffix replaced by .rtg]",
 )
 @click.option(
     "--normals", type=click.Choice(["file", "smooth", "flat"]), default="file", show_default=True,

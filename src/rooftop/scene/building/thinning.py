@@ -276,7 +276,7 @@ class LooseParts:
         return areas
 
     def _numbers(self, corners: Corners) -> Ints:
-        """For each triangle, (T,), the index in `ids` of its loose part (see `LooseParts`); -1 if it belongs to none."""
+        """For each triangle, (T,), the index in `ids` of its loose part (`LooseParts`), or -1 if there is none."""
         assert self._vertices.parts is not None
         ids = self._vertices.parts[corners[:, 0]]
         at = np.minimum(np.searchsorted(self.ids, ids), len(self) - 1)
