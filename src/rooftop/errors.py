@@ -7,9 +7,24 @@ The command line prints the message as one line, and exits with status 2 after a
 
 from __future__ import annotations
 
+from typing import Any
+
 FAILURE = "rooftop_failure"
 """Name of the attribute that marks exceptions which end all ranks. The attribute's text says which rank failed first
 and why, and is the same on all ranks."""
+
+
+def reduced(error: Exception) -> tuple[Any, ...]:
+    """The `__reduce__` of errors whose constructor takes more than the message. Without it, a process could not read
+    such an error that another process raised."""
+    return _restored, (type(error), error.args, vars(error))
+
+
+def _restored(kind: type[Exception], args: tuple[Any, ...], attributes: dict[str, Any]) -> Exception:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(attributes)
+    return error
 
 
 class RooftopError(Exception):
@@ -84,6 +99,8 @@ class GeometryFileError(RooftopError, ValueError):
         offset: position of the error, in bytes from the beginning of the file.
     """
 
-    def __init__(self, path: object, what: str, offset: int) -> None:
-        super().__init__(f"{path} cannot be used: {what} (at byte {offset:,}); build the file again")
+    def __init__(self, path: object, what: str, offset: int, remedy: str = "build the file again") -> None:
+        super().__init__(f"{path} cannot be used: {what} (at byte {offset:,}); {remedy}")
         self.path, self.offset = path, offset
+
+    __reduce__ = reduced

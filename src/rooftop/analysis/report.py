@@ -76,8 +76,10 @@ class Report(ReportContents):
             raise ValueError(
                 "the data are the ceilings of a machine, expected a report: `rooftop analyze --json FILE` writes one"
             )
-        if plain.get("format") != FORMAT:
-            raise ValueError(f"expected a rooftop report of format {FORMAT}, got format {plain.get('format')!r}")
+        if "format" not in plain:
+            raise ValueError("the data are no report: `rooftop analyze --json FILE` writes one")
+        if plain["format"] != FORMAT:
+            raise ValueError(f"expected a rooftop report of format {FORMAT}, got format {plain['format']!r}")
         try:
             later = {"memory", "peak_bytes", "compilation", "predicted", "ranks"}
             values = {name: plain[name] for name in cls.__dataclass_fields__ if name not in later}

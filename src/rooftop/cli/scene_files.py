@@ -29,6 +29,7 @@ def run_build(
     """Run the command that `rooftop.cli.commands.scene_files:build_command` describes."""
     try:
         with progress_bar() as show:
+            show("loading loops, which the first build compiles", 0.0)
             report = build_file(
                 mesh, out, normals=normals, precision=precision, progress=show, workers=workers,
                 lock_borders=lock_borders, textures=not no_textures,

@@ -227,8 +227,8 @@ def train_gpt(
     by = (stop.by if stop is not None else "") or "a signal to another rank"
     if first and stopped:
         click.echo(f"stopped by {by} after step {trainer.step:,}; --load {save} resumes", err=True)
-    if first and save is not None:
-        click.echo(f"saved: {save}")
+    if first:
+        click.echo(f"saved: {save}" if save is not None else "nothing was saved: --save DIR keeps the weights")
     if stopped:
         return INTERRUPTED_STATUS if by == "Ctrl-C" else STOPPED_STATUS
     return 0

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
+from rooftop.errors import reduced
 from rooftop.hardware.observing import ObservingMode
 from rooftop.hardware.source_lines import SourceLine, current_user_line
 
@@ -89,6 +90,8 @@ class StreamRaceError(RuntimeError):
     def __init__(self, races: Iterable[StreamRace]) -> None:
         self.races = tuple(races)
         super().__init__("\n".join(race.message for race in self.races))
+
+    __reduce__ = reduced
 
 
 @dataclass

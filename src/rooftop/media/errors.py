@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftop.errors import RooftopError
+from rooftop.errors import RooftopError, reduced
 
 if TYPE_CHECKING:
     from rooftop.media.sounds import Sound
@@ -35,6 +35,8 @@ class DamagedSoundError(DamagedVideoError):
     def __init__(self, message: str, last_good_time: float | None, sound: Sound) -> None:
         super().__init__(message, last_good_time)
         self.sound = sound
+
+    __reduce__ = reduced
 
 
 class NoVideoDecoderError(RooftopError, NotImplementedError):

@@ -402,7 +402,8 @@ def _sections(path: Path, data: mmap.mmap) -> tuple[int, dict[str, tuple[int, in
     read."""
     magic, version, count, length, checksum, zero = struct.unpack_from(layouts.HEADER, data, 0)
     if magic != layouts.MAGIC:
-        raise GeometryFileError(path, "it is not a geometry file: its first bytes are wrong", 0)
+        what = "it is not a geometry file: its first bytes are wrong"
+        raise GeometryFileError(path, what, 0, f"`rooftop scene build {path}` builds one if it is a mesh")
     if version not in layouts.VERSIONS:
         raise GeometryFileError(
             path, f"it has version {version}, but this program reads only versions 1 to {layouts.VERSIONS[-1]}", 8
