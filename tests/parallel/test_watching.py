@@ -235,6 +235,24 @@ def test_a_recorder_that_fails_fails_no_rank(on_ranks: Run) -> None:
         assert notes == [f"rooftop: note: rank {rank} cannot read PyTorch's flight recorder ({why})"]
 
 
+def reads_while_training() -> int:
+    """How often the recorder is read while collectives are launched."""
+    with (
+        patch.object(watching, "STUCK_S", 60.0),
+        patch.object(watching, "progress", wraps=watching.progress) as read,
+        join(device="cpu", timeout_s=60.0),
+    ):
+        for _ in range(10):
+            dist.all_reduce(torch.ones(3), group=dist.new_group())
+            time.sleep(watching.PLACE_S / 4)
+        return read.call_count
+
+
+def test_the_recorder_is_not_read_while_collectives_are_launched(on_ranks: Run) -> None:
+    """PyTorch's recorder may crash a process that reads it beside the first collective of a group."""
+    assert on_ranks(2, reads_while_training, joined=False) == [0, 0]
+
+
 # ---- the launcher ----------------------------------------------------------------------------------------------------
 
 

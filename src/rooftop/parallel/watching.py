@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from rooftop.parallel.flight_records import (
     Operation,
+    launched,
     newest,
     progress,
     ranks_in_words,
@@ -80,7 +81,9 @@ PLACE_S = 0.4
 LOOK_S = 1.0
 """Seconds between two checks of which rank waits for which other rank."""
 STUCK_S = 2.0
-"""The flight recorder is read only if no collective has finished for this long, since reading it takes 0.1 s."""
+"""The flight recorder is read whole only if no collective has begun or ended for this long, since that takes 0.1 s. Its
+numbers of collectives are read after half of this time without a launch (see `flight_records.progress`).
+"""
 LEAVING_S = 60.0
 """Seconds that a program has to leave the block after a failure. Then the watching thread kills the process."""
 ENDED = ("its process has ended", "their processes have ended")
@@ -136,6 +139,7 @@ class Watch:
         self._asked_for_place_at: float | None = None
         self._beats_then = dict[int, int]()
         self._told: tuple[float, Place | None] = (float("-inf"), None)
+        self._launched: tuple[object, float] = ((), time.monotonic())
         self._moved: tuple[object, float] = ((), time.monotonic())
         self._first_beat: tuple[int, float] = (-1, time.monotonic())
         self._looked_at = time.monotonic()
@@ -381,11 +385,15 @@ class Watch:
         collective has finished for a while, or if another rank asks."""
         if self.size == 1 or not self._recorder_works or not dist.is_initialized():
             return ()
+        if (counts := launched()) != self._launched[0]:
+            self._launched = counts, now
+        if not asked and now - self._launched[1] < STUCK_S / 2:
+            return ()
         try:
             moved = progress()
             if moved != self._moved[0]:
                 self._moved = moved, now
-            waits = any(launched > ended for _, launched, ended in moved) and now - self._moved[1] >= STUCK_S
+            waits = any(begun > ended for _, begun, ended in moved) and now - self._moved[1] >= STUCK_S / 2
             return unfinished(recorded(), ranks_of_groups()) if waits or asked else ()
         except RuntimeError as error:  # ignore CUDA errors, because training does not depend on the recorder
             self._recorder_works = False
