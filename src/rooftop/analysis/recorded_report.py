@@ -101,8 +101,8 @@ def recorded_report(
 
 
 def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
-    """The `Laps` of the coarsest marker whose recording is complete, or which ended at least two steps, at least
-    one of them labelled. If there is none, the `Laps` of the coarsest marker that ended a labelled step.
+    """The `Laps` of the coarsest marker whose recording is complete or which ended two steps or more, including a
+    labelled step. If there is no such marker, the `Laps` of the coarsest marker that ended a labelled step.
     """
     for laps in recorded:
         if laps.is_complete or (laps.steps > 1 and _watched(laps)):

@@ -210,8 +210,8 @@ def _with_pipe(stack: ExitStack, started: BaseContext, target: Any, *arguments: 
 
 
 def _end(processes: Sequence[Any], tell: Any) -> None:
-    """Ask processes to end, and terminate those that do not. All are asked before any is awaited, since any of them may
-    take a message from a queue that they share."""
+    """Ask processes to end, and terminate those that do not end. The processes may share a queue, from which any of
+    them takes the next message, so all messages are sent before the first process is awaited."""
     with suppress(OSError):  # a process has just ended, and nobody reads its pipe
         for _ in [process for process in processes if process.is_alive()]:
             tell(None)

@@ -201,7 +201,7 @@ def with_nan(tensor: Tensor) -> Tensor:
 def of_shape(given: Arguments, shape: Sequence[int], generator: torch.Generator) -> Arguments:
     """The given arguments with the first tensor in another shape.
 
-    Other tensors with the same first dimension share the batch, so their first dimension also changes.
+    Tensors whose first dimension is as large belong to the same batch, so their first dimension changes as well.
     """
     first, *_ = tensors_of(given)
 

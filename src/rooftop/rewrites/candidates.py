@@ -243,7 +243,7 @@ class Candidate:
 
         Args:
             arguments: the tensors that the user passes to the model. A model without parameters and buffers runs on the
-                GPU if any of them is there.
+                GPU if one of these tensors is on the GPU.
 
         Raises:
             TypeError: the model cannot be copied.

@@ -72,7 +72,8 @@ class Fused:
     Attributes:
         operators: number of these operators.
         kernels: number of kernels that the compiler would make of them.
-        now_ms, after_ms: total time of the operators now, and predicted total time of the fused kernels.
+        now_ms: total time of the operators.
+        after_ms: predicted total time of the fused kernels.
     """
 
     operators: int = 0

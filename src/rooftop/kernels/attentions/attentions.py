@@ -119,8 +119,8 @@ ALIGNMENT = 16  # bytes of a load; the back ends require rows whose size is a mu
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """Return x, or a copy, with stride 1 in the last dimension. If a row of x has a multiple of 16 bytes, so do
-    all other strides of the result.
+    """Return x, or a copy, with stride 1 in the last dimension. If the size of a row is a multiple of 16 bytes, all
+    other strides of the result are also multiples of 16 bytes.
     """
     x, size = unit_features(x), x.element_size()
     strides = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]

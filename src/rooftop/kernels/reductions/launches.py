@@ -1,7 +1,7 @@
 """Launch the kernels of reductions that the plans of `plans.py` select.
 
-`forward` and `backward` serve the operators in `reductions.py`. `reduce_into` serves the kernels of fused expressions:
-it adds up the elements or partial sums that they have stored.
+`forward` and `backward` serve the operators in `reductions.py`. `reduce_into` adds up the elements or partial sums
+that kernels of fused expressions have stored.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def what_of(item: wp.int64):
 
 @wp.func
 def hidden_before(views_before: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether the bounding box of a mesh, or of a part of it, was behind surfaces in the previous frame, at the
-    position that the instance had then. False in a shadow map, which has no previous frame."""
+    """Whether the bounding box of a mesh, or of a part of it, was behind surfaces in the previous frame, where the
+    instance was in that frame. False in a shadow map, which has no previous frame."""
     if pair // frame.instances >= frame.cameras:
         return False
     at = transformed(frame.before, pair, center)

@@ -8,6 +8,7 @@ ranks, or if memory runs out during an evaluation, the contents of the memory ar
 from __future__ import annotations
 
 import gc
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rooftop.debugging import explain_memory, explained_memory, memory_error_in_words
+from rooftop.debugging import explain_memory, explained_memory, memory_error_as
 from rooftop.errors import ModelRunError
 from rooftop.train.fitting.feeding import Part
 from rooftop.train.fitting.stepping import Stepper
@@ -105,17 +106,18 @@ def memory_explained(stepper: Stepper, number: int, again: Callable[[], Iterable
     Raises:
         ModelRunError: memory ran out.
     """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        words = memory_error_in_words(error)
-        if words is None:
-            raise
+
+    def in_one_line(words: str) -> ModelRunError:
+        error = sys.exception()
+        assert error is not None
         traceback.clear_frames(error.__traceback__)  # the traceback's frames keep activations in memory
         raised = ModelRunError(f"out of memory in step {number} ({words}): {MEMORY_ADVICE}")
         if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
             raised.add_note(_explanation(stepper, number, again))
-        raise raised from error
+        return raised
+
+    with memory_error_as(in_one_line):
+        yield
 
 
 def _explanation(stepper: Stepper, number: int, again: Callable[[], Iterable[Part]] | None) -> str:
