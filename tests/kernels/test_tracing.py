@@ -10,14 +10,18 @@ from __future__ import annotations
 import io
 import pickle
 import runpy
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop import kernels
 from rooftop.launch.operators import _declared, _decompositions
@@ -99,6 +103,35 @@ def test_every_public_function_of_tensors_is_recorded_whole() -> None:
     assert {public.name for public in PUBLIC if not is_whole(getattr(kernels, public.name))} == set()
 
 
+@quiet
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.name)
+def test_a_compiled_program_calls_each_operator_as_often_as_direct_calls_do(public: Public) -> None:
+    """torch.compile knows whether a program needs gradients. So its forward keeps what backward needs, and backward does
+    not compute it again."""
+    compiled_calls: Counter[str] = Counter()
+
+    def counted(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled_calls.update(name for node in graph.graph.nodes if (name := str(node.target)).startswith("rooftop."))
+        return make_boxed_func(graph.forward)
+
+    class Direct(TorchDispatchMode):
+        calls: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(func).startswith("rooftop."):
+                self.calls[str(func).replace("_.default", ".default")] += 1  # also operators in place
+            return func(*args, **(kwargs or {}))
+
+    arguments = arguments_of(public, 0, True)
+    module = module_of(public, arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=aot_autograd(fw_compiler=counted), fullgraph=True, dynamic=False)
+    gradients_of(compiled, arguments)
+    with Direct() as direct:
+        gradients_of(module, arguments)
+    assert compiled_calls == direct.calls != Counter()
+
+
 @pytest.mark.parametrize("tracer", ["jit", "export"])
 @quiet
 def test_a_traced_activation_keeps_nothing_for_backward(tracer: str) -> None:
@@ -118,7 +151,7 @@ def test_a_traced_activation_keeps_nothing_for_backward(tracer: str) -> None:
     kept: list[Tensor] = []
     original = torch.ops.rooftop.linear_act.default
 
-    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             results = func(*args, **(kwargs or {}))
             if func is original:

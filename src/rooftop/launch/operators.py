@@ -470,9 +470,16 @@ def keeps_for_backward(*tensors: Tensor | None) -> bool:
     if not torch.is_grad_enabled() or not requires_grad(tensors):
         return False
     if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting()
+        return not is_exporting()
     traced = torch._C._get_tracing_state() is not None  # by torch.jit
     return not traced and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+
+
+def is_exporting() -> bool:
+    """Whether torch.export records the call. Before PyTorch 2.13, `torch.compiler.is_exporting` is also True inside
+    every torch.compile.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def no_second_derivative(name: str, instead: str | None = None) -> Callable[..., NoReturn]:

@@ -32,7 +32,7 @@ from torch._compile import _disable_dynamo
 from rooftop.cost import Cost, distinct_bytes
 from rooftop.launch.fast_path import only_infers, unwatched
 from rooftop.launch.lessons import FIRST, ITSELF, NONE
-from rooftop.launch.operators import declare
+from rooftop.launch.operators import declare, is_exporting
 from rooftop.launch.repeated_calls import repeated_rows
 from rooftop.launch.row_counts import given
 from rooftop.launch.warp_launch import launch_warp
@@ -452,7 +452,7 @@ def _shape_of(batch_size: Any, *rest: Any) -> Geometry:
 
 
 def _is_traced_by_dynamo() -> bool:
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return torch.compiler.is_compiling() and not is_exporting()
 
 
 @_disable_dynamo  # unlike torch.compiler.disable, this imports the compiler only when it is needed

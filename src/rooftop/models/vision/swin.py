@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.kernels import window_attention
+from rooftop.launch.operators import is_exporting
 from rooftop.launch.symbolic import proxy_in, recorded_whole
 from rooftop.models.class_counts import check_classes
 from rooftop.models.registry import register
@@ -131,7 +132,7 @@ def gathered(x: Tensor) -> Tensor:
     batch, height, width, channels = x.shape
     down, across = (height + 1) // 2, (width + 1) // 2
     # a trace always pads, so that it is valid for all sizes
-    traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+    traced = is_exporting() or torch._C._get_tracing_state() is not None
     if traced or 2 * down > height or 2 * across > width:
         x = nn.functional.pad(x, (0, 0, 0, 2 * across - width, 0, 2 * down - height))
     squares = x.reshape(batch, down, 2, across, 2, channels)
