@@ -16,6 +16,7 @@ import argparse
 import importlib.util
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ def measure_block(name: str, size: Size, ceilings: Ceilings, device: str) -> lis
         calls = {key: step(module, given) for key, module in modules.items()}
         report = rooftop.predict(pair[0], *given, ceilings=ceilings, train=direction == "training")
         row: dict[str, Any] = {"block": name, **size, "direction": direction, "unit": "ms"}
+        row["day"] = time.strftime("%Y-%m-%d", time.gmtime())
         row |= {"roof": report.summary.fused_roof_ms, "op_roof": report.summary.op_roof_ms}
         row["eager"] = times(calls, device)
         row["graph"] = times(replays(calls), device) if device == "cuda" else {}
