@@ -28,7 +28,7 @@ import torch
 from rooftop.analysis.attribution import ModuleTracker
 from rooftop.analysis.compiled.graphs import CompiledGraph
 from rooftop.analysis.compiled.joining import join_compiled
-from rooftop.analysis.compiled.reconstruction import listed_tensors
+from rooftop.analysis.compiled.reconstruction import recorded_tensors
 from rooftop.analysis.kernel_join import Kernel, busy_ms, device_kernels, is_transfer, kernels_by_label
 from rooftop.analysis.kernel_times import KernelTimes, in_launch_order
 from rooftop.cost import CountingMode, Record
@@ -326,7 +326,7 @@ class CompiledInstrument:
 
     def __init__(self, device: torch.device, graphs: Mapping[str, CompiledGraph]) -> None:
         self._device, self._graphs = device, graphs
-        self._profiled = Trace(device, read=listed_tensors, record_shapes=True)
+        self._profiled = Trace(device, read=recorded_tensors, record_shapes=True)
         self.result: Labelled
 
     def __enter__(self) -> CompiledInstrument:

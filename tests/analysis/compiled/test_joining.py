@@ -19,6 +19,7 @@ from rooftop.analysis.compiled.dynamic_sizes import size_sources
 from rooftop.analysis.compiled.graphs import GRAPH_KEY, SIZES_UNKNOWN, CompiledGraph, DynamicGraph
 from rooftop.analysis.compiled.joining import JoinedOperator, aligned, join_compiled
 from rooftop.analysis.compiled.kernel_work import KernelWork, kernel_works
+from rooftop.analysis.compiled.reconstruction import RecordedTensor
 from rooftop.analysis.kernel_join import Kernel
 from rooftop.cost import Cost
 
@@ -251,14 +252,16 @@ def test_operators_that_take_lists_cost_the_types_of_these() -> None:
         Event("aten::cat", 200, 5, 4, kinds=lists, sizes=[[[4, 3], [2, 3]], []], values=["", 0]),
     ]
     bf16, fp64 = torch.bfloat16, torch.float64
-    listed = {2: [((bf16, 10), (bf16, 11)), None], 3: [((fp64, 12), (fp64, 13)), None]}
-    (added, joined_up, unknown), _ = join_compiled(events, {}, "cuda:0", listed)
+    added_tensors = RecordedTensor(bf16, 10, (4, 3), (3, 1)), RecordedTensor(bf16, 11, (7,), (1,))
+    joined_tensors = RecordedTensor(fp64, 12, (4, 3), (3, 1)), RecordedTensor(fp64, 13, (2, 3), (3, 1))
+    known = {2: [added_tensors, None], 3: [joined_tensors, None]}
+    (added, joined_up, unknown), _ = join_compiled(events, {}, "cuda:0", known)
     assert [op.record.dtype for op in (added, joined_up)] == ["bfloat16", "float64"]
     assert added.record.cost is not None
     assert (added.record.cost.read_bytes, added.record.cost.write_bytes) == (19 * 2, 19 * 2)
     assert joined_up.record.cost == Cost(18 * 8, 18 * 8)
     assert unknown.record.cost is None
-    assert "dtypes of the tensors in a list were not recorded" in unknown.record.uncovered
+    assert "the tensors in a list were not recorded" in unknown.record.uncovered
 
 
 # Sizes that may change.

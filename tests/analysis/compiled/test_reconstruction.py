@@ -18,11 +18,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rooftop.analysis.compiled.reconstruction import (
     DTYPES,
-    ListedTensors,
     NotReconstructedError,
+    RecordedTensor,
+    RecordedTensors,
     has_formula,
-    listed_tensors,
     reconstructed,
+    recorded_tensors,
     tensors_of,
 )
 from rooftop.analysis.instruments import CompiledInstrument
@@ -62,13 +63,13 @@ class Event:
         return list(self.values)
 
 
-def recorded(name: str, run: Callable[[], Any]) -> tuple[Any, ListedTensors]:
-    """Profile a run; return its first event of this name, and the tensors of all lists."""
+def recorded(name: str, run: Callable[[], Any]) -> tuple[Any, RecordedTensors]:
+    """Profile a run; return its first event of this name, and the tensors that operators received."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
         run()
     results: Any = profiled.profiler
     event = next(e for e in results.kineto_results.events() if e.name() == name)
-    return event, listed_tensors(results.kineto_results)
+    return event, recorded_tensors(results.kineto_results)
 
 
 def described(value: Any) -> Any:
@@ -177,23 +178,36 @@ def test_values_that_older_profilers_record_as_text_are_read() -> None:
     assert reconstructed(threshold).args[1:] == (1, 20)
 
 
-def test_a_list_of_tensors_without_shapes_is_not_made_up() -> None:
-    event = Event("aten::cat", ["TensorList", "Scalar"], [[], []], ["", "0"])
-    with pytest.raises(NotReconstructedError, match="shapes of the tensors in a list were not recorded"):
-        reconstructed(event, {1: [((f32, 10), (f32, 11)), None]})
+def in_a_list(dtype: torch.dtype, shapes: Sequence[tuple[int, ...]], first: int = 10) -> tuple[RecordedTensor, ...]:
+    """Contiguous tensors with the numbers first, first + 1, ..."""
+    strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
+    return tuple(
+        RecordedTensor(dtype, first + i, shape, stride)
+        for i, (shape, stride) in enumerate(zip(shapes, strides, strict=True))
+    )
 
 
-@pytest.mark.parametrize("known", [{}, {2: [((bf16, 10), (bf16, 11)), None]}, {1: [None, None]}, {1: []}])
-def test_the_types_of_a_list_are_not_guessed(known: ListedTensors) -> None:
+PAIR = [(2, 3), (4, 3)]
+
+
+@pytest.mark.parametrize("known", [{}, {2: [in_a_list(bf16, PAIR), None]}, {1: [None, None]}, {1: []}])
+def test_the_tensors_of_a_list_are_not_guessed(known: RecordedTensors) -> None:
     event = Event("aten::cat", ["TensorList", "Scalar"], [[[2, 3], [4, 3]], []], ["", "0"])
-    with pytest.raises(NotReconstructedError, match="the dtypes of the tensors in a list were not recorded"):
+    with pytest.raises(NotReconstructedError, match="the tensors in a list were not recorded"):
         reconstructed(event, known)
+
+
+def test_tensors_of_events_without_strides_are_those_that_were_recorded() -> None:
+    """PyTorch 2.11 records strides, but its events do not have them."""
+    event = Event("aten::mm", ["float", "float"], [[2, 3], [3, 4]])
+    known = {1: [(RecordedTensor(f32, 10, (2, 3), (3, 1)),), (RecordedTensor(f32, 11, (3, 4), (1, 3)),)]}
+    assert [tensor.stride() for tensor in reconstructed(event, known).args] == [(3, 1), (1, 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, f32, bf16, torch.float16, torch.int64, torch.bool])
 def test_a_list_moves_bytes_of_its_own_type(dtype: torch.dtype) -> None:
     event = Event("aten::cat", ["TensorList", "Scalar"], [[[2, 3], [4, 3]], []], ["", "0"])
-    cost, uncovered = counted(reconstructed(event, {1: [((dtype, 10), (dtype, 11)), None]}))
+    cost, uncovered = counted(reconstructed(event, {1: [in_a_list(dtype, PAIR), None]}))
     assert cost is not None, uncovered
     assert (cost.read_bytes, cost.write_bytes) == (18 * dtype.itemsize, 18 * dtype.itemsize)
 
@@ -214,7 +228,9 @@ def test_a_tensor_that_is_listed_twice_is_read_once() -> None:
     event = Event("aten::_foreach_addcmul_", kinds, sizes, ["", "", "", 1])
 
     def read_bytes(*numbers: int) -> int:
-        cost, uncovered = counted(reconstructed(event, {1: [*(((bf16, number),) for number in numbers), None]}))
+        cost, uncovered = counted(
+            reconstructed(event, {1: [*(in_a_list(bf16, [(6,)], number) for number in numbers), None]})
+        )
         assert cost is not None, uncovered
         return cost.read_bytes
 
@@ -317,8 +333,9 @@ def test_tensors_in_lists_of_lists_are_not_made_up() -> None:
         reconstructed(*seen)
 
 
-def test_a_profile_without_lists_tells_of_none() -> None:
-    assert recorded("aten::mm", lambda: aten.mm.default(torch.ones(2, 3), torch.ones(3, 4)))[1] == {}
+def test_only_events_that_do_not_describe_their_tensors_are_looked_up() -> None:
+    event, known = recorded("aten::mm", lambda: aten.mm.default(torch.ones(2, 3), torch.ones(3, 4)))
+    assert bool(known) is not hasattr(event, "structured_input_strides")
 
 
 def test_a_list_in_which_tensors_may_be_missing_is_not_made_up() -> None:

@@ -28,8 +28,8 @@ from rooftop.analysis.compiled.dynamic_sizes import named_sizes
 from rooftop.analysis.compiled.graphs import GRAPH_KEY, CompiledGraph, recorded_graph
 from rooftop.analysis.compiled.kernel_work import GENERATED, KernelWork, is_generated, plain_name
 from rooftop.analysis.compiled.reconstruction import (
-    ListedTensors,
     NotReconstructedError,
+    RecordedTensors,
     has_formula,
     reconstructed,
     tensors_of,
@@ -68,7 +68,7 @@ def join_compiled(
     events: Sequence[Any],
     graphs: Mapping[str, CompiledGraph],
     device: str,
-    lists: ListedTensors = MappingProxyType({}),
+    known: RecordedTensors = MappingProxyType({}),
 ) -> tuple[list[JoinedOperator], list[Kernel]]:
     """Return the operators of a compiled step in order of execution, and the kernels that belong to no operator.
 
@@ -76,11 +76,11 @@ def join_compiled(
         events: all events that the profiler recorded, with the shapes of operators' inputs.
         graphs: the compiled graphs, by the key that the names of their events contain.
         device: the device of the step, which the operators' records name.
-        lists: the tensors in operators' list arguments, by event (see `reconstruction.listed_tensors`). An operator
-            whose lists are missing in `lists` is uncovered.
+        known: the tensors that operators received, by event (see `reconstruction.recorded_tensors`). An operator with a
+            list of tensors is uncovered if its event is missing in `known`.
     """
     host = [e for e in events if e.device_type().name != "CUDA"]
-    walk = _Walk(graphs, device, lists)
+    walk = _Walk(graphs, device, known)
     for roots in _trees(host).values():
         for event in roots:
             walk.visit(event, "forward", AUTOGRAD)
@@ -133,11 +133,11 @@ class _Walk:
     """Walks through the trees of profiler events (see `_trees`): `visit` collects the operators of a tree. Then
     `assign` assigns each kernel of the profile to the operator that launched it."""
 
-    def __init__(self, graphs: Mapping[str, CompiledGraph], device: str, lists: ListedTensors) -> None:
+    def __init__(self, graphs: Mapping[str, CompiledGraph], device: str, known: RecordedTensors) -> None:
         self.operators: list[tuple[int, JoinedOperator]] = []  # (start time, operator)
         self._graphs = graphs
         self._device = device
-        self._lists = lists
+        self._known = known
         self._owners: dict[int, JoinedOperator] = {}  # correlation id of an event -> the event's operator
         self._regions: list[_Region] = []
 
@@ -203,7 +203,7 @@ class _Walk:
         if GENERATED.match(event.name):
             return self._record(_shown(event.name), (), "", scope, phase, None, problem or COMPILED_BEFORE)
         try:
-            call = reconstructed(event.source, self._lists)
+            call = reconstructed(event.source, self._known)
         except NotReconstructedError as error:
             return self._record(event.name, (), "", scope, phase, None, f"not reconstructed: {error}")
         with counted_for(self._device.partition(":")[0]):

@@ -14,7 +14,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,45 +43,64 @@ DTYPES = {
 }
 """dtypes by the profiler's names."""
 
-Listed = tuple[tuple[torch.dtype, int], ...]
-"""(dtype, number) for each tensor of a list. Equal numbers mean the same tensor."""
-ListedTensors = Mapping[int, Sequence[Listed | None]]
-"""Maps the correlation id of an event to one value per argument: the entries of a list of tensors, or None if the
-argument is not such a list.
-"""
+
+class RecordedTensor(NamedTuple):
+    """A tensor that was an argument of an operator. Equal numbers mean the same tensor."""
+
+    dtype: torch.dtype
+    number: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
-def listed_tensors(results: Any) -> ListedTensors:
-    """The tensors in operators' list arguments, for every event of an operator with such arguments.
+Recorded = tuple[RecordedTensor, ...]
+"""The tensors of one argument: a list's, or one tensor."""
+RecordedTensors = Mapping[int, Sequence[Recorded | None]]
+"""Maps the correlation id of an event to one value per argument: its tensors, or None if it has none."""
+
+
+def recorded_tensors(results: Any) -> RecordedTensors:
+    """The tensors that operators received, for every event that does not describe them itself: those with lists of
+    tensors, and with PyTorch 2.11 all events, which lack strides.
 
     Args:
         results: results of the profiler, recorded with shapes (`kineto_results`).
     """
-    wanted = {event.correlation_id() for event in results.events() if "TensorList" in event.dtypes()}
+    wanted = {event.correlation_id() for event in results.events() if not _describes_its_tensors(event)}
     found = {}
     waiting = list(results.experimental_event_tree()) if wanted else []
     while waiting:
         node = waiting.pop()
         waiting.extend(node.children)
         if node.correlation_id in wanted and hasattr(node.extra_fields, "inputs"):
-            found[node.correlation_id] = [_listed(value) for value in node.extra_fields.inputs]
+            found[node.correlation_id] = [_recorded(value) for value in node.extra_fields.inputs]
     return found
 
 
-def _listed(value: Any) -> Listed | None:
-    return tuple((tensor.dtype, tensor.impl_ptr) for tensor in value) if isinstance(value, list) else None
+def _describes_its_tensors(event: Any) -> bool:
+    kinds = event.dtypes()
+    if not hasattr(event, "structured_input_strides"):
+        return not any(kind in DTYPES or kind == "TensorList" for kind in kinds)
+    return "TensorList" not in kinds
+
+
+def _recorded(value: Any) -> Recorded | None:
+    tensors = value if isinstance(value, list) else [value] if hasattr(value, "impl_ptr") else None
+    if tensors is None:
+        return None
+    return tuple(RecordedTensor(t.dtype, t.impl_ptr, tuple(t.sizes), tuple(t.strides)) for t in tensors)
 
 
 class NotReconstructedError(Exception):
     """The recorded event lacks information that is needed to repeat the call."""
 
 
-def reconstructed(event: Any, lists: ListedTensors = MappingProxyType({})) -> Call:
+def reconstructed(event: Any, known: RecordedTensors = MappingProxyType({})) -> Call:
     """Repeat a call on meta tensors, from the profiler's event that recorded the call and its shapes.
 
     Args:
         event: an event from the profiler's flat list.
-        lists: result of `listed_tensors` for the profile.
+        known: result of `recorded_tensors` for the profile.
 
     Raises:
         NotReconstructedError: no operator with this name accepts the recorded arguments.
@@ -89,7 +108,7 @@ def reconstructed(event: Any, lists: ListedTensors = MappingProxyType({})) -> Ca
     failures = []
     for func in _overloads(event.name()):
         try:
-            args, kwargs = _arguments(event, func, lists)
+            args, kwargs = _arguments(event, func, known)
             return Call(func, args, kwargs, _result(func, args, kwargs))
         except Exception as error:  # another overload may fit; if none does, the operator is listed as uncovered
             pass_on(error)
@@ -127,14 +146,14 @@ def _overloads(name: str) -> Sequence[Any]:
     return [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
 
 
-def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(event: Any, func: Any, known: RecordedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of an operator's call, made from the event that recorded it, by the operator's schema. The profiler
     records all arguments, including defaults."""
     schema = func._schema.arguments
     shapes, kinds = _shapes(event), list(event.dtypes())
     strides = _strides(event)
     values = list(event.concrete_inputs() or [])
-    listed = lists.get(event.correlation_id(), []) if "TensorList" in kinds else []
+    recorded = known.get(event.correlation_id(), [])
     same: dict[int, Tensor] = {}
     if len(schema) != len(kinds):
         raise NotReconstructedError(f"{len(kinds)} arguments were recorded, but the operator takes {len(schema)}")
@@ -146,7 +165,7 @@ def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, 
             shapes[position] if position < len(shapes) else [],
             strides[position] if position < len(strides) else [],
             values[position] if position < len(values) else "",
-            listed[position] if position < len(listed) else None,
+            recorded[position] if position < len(recorded) else None,
             same,
         )
         if argument.kwarg_only:
@@ -157,7 +176,7 @@ def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, 
 
 
 def _value(
-    wanted: Any, kind: str, shape: Any, stride: Any, text: Any, listed: Listed | None, same: dict[int, Tensor]
+    wanted: Any, kind: str, shape: Any, stride: Any, text: Any, recorded: Recorded | None, same: dict[int, Tensor]
 ) -> Any:
     """Make one argument of an operator's call. Tensors and lists of tensors are made from the recorded shapes and
     dtypes; numbers, flags, None and lists of numbers are read from the recorded text.
@@ -169,18 +188,19 @@ def _value(
     if kind in DTYPES:
         if not takes_tensor or "List[" in str(wanted):
             raise NotReconstructedError(f"a tensor was recorded, but the operator takes {wanted}")
-        return _meta(shape, stride, DTYPES[kind])
+        return (
+            _meta(recorded[0].shape, recorded[0].stride, DTYPES[kind])
+            if recorded
+            else _meta(shape, stride, DTYPES[kind])
+        )
     if kind == "TensorList":
         if "List[" not in str(wanted) and "[]" not in str(wanted):
             raise NotReconstructedError(f"a list of tensors was recorded, but the operator takes {wanted}")
-        if listed is None:
-            raise NotReconstructedError("the dtypes of the tensors in a list were not recorded")
-        if len(shape) != len(listed):
-            raise NotReconstructedError("the shapes of the tensors in a list were not recorded")
-        strides = stride if len(stride) == len(shape) else [[]] * len(shape)
-        for one, step, (dtype, number) in zip(shape, strides, listed, strict=True):
-            same.setdefault(number, _meta(one, step, dtype))
-        return [same[number] for _, number in listed]
+        if recorded is None:
+            raise NotReconstructedError("the tensors in a list were not recorded")
+        for tensor in recorded:
+            same.setdefault(tensor.number, _meta(tensor.shape, tensor.stride, tensor.dtype))
+        return [same[tensor.number] for tensor in recorded]
     if takes_tensor:
         if kind:  # a number where a tensor is expected: another overload takes it
             raise NotReconstructedError(f"{kind} was recorded, but the operator takes {wanted}")
