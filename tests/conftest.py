@@ -453,6 +453,7 @@ torch.set_num_threads(1)
 os.environ.update({environment!r})
 os.chdir({str(folder)!r})
 sys.argv[:] = {["program", *words]!r}
+sys.path[:] = [each for each in sys.path if each != {str(ORACLES)!r}]  # its packages lack compiled parts
 sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 for stream, path in {streams!r}:
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)

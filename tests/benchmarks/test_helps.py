@@ -30,7 +30,7 @@ for path in sys.argv[1:]:
         right += 1
     except ModuleNotFoundError as error:
         if error.name not in ("accelerate", "lightning"):  # peers, which are not installed
-            wrong[path] = repr(error)
+            wrong[path] = f"{error!r}, because {error.__cause__!r}"
     except Exception as error:
         wrong[path] = repr(error)
     sys.path[:] = places
