@@ -6,7 +6,9 @@ A page marks a block as `py` if it needs a GPU, a file, several processes, or na
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -35,7 +37,9 @@ def test_it_prints_what_the_page_says(
     if "rooftop.optimize(" in snippet:  # no page says what a search keeps, so short rounds are enough
         monkeypatch.setattr("rooftop.optimization.rounds.ROUND_S", 0.02)
     monkeypatch.chdir(tmp_path)
-    exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
+    module = ModuleType("snippet")
+    monkeypatch.setitem(sys.modules, "snippet", module)  # torch.compile imports the module of a function
+    exec(compile(snippet, "snippet", "exec"), module.__dict__)
     printed = iter(capsys.readouterr().out.splitlines())
     for said in said_in(snippet):
         pattern = ".*".join(map(re.escape, said.split("...")))

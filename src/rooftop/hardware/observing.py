@@ -362,6 +362,8 @@ def _scan_of_nests(
         carry, result = combine_fn(carry, row)
         results.append(result)
     stacked = _stacked(results[::-1] if reverse else results)
+    if torch.__version__ < "2.13":  # results are stacked along the first dimension, whatever `dim` is
+        return carry, stacked
     return carry, pytree.tree_map(lambda leaf: leaf.movedim(0, dim) if dim < leaf.ndim else leaf, stacked)
 
 

@@ -476,8 +476,8 @@ def keeps_for_backward(*tensors: Tensor | None) -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export records the call. Before PyTorch 2.13, `torch.compiler.is_exporting` is also True inside
-    every torch.compile.
+    """Whether torch.export records the call. In PyTorch 2.11, `torch.compiler.is_exporting` is also True inside every
+    torch.compile.
     """
     return torch.compiler._is_exporting_flag
 

@@ -39,8 +39,9 @@ _LOSSES = {
 IN_FLOAT32 = {
     "cpu": _LOSSES | {"prod", "_cdist_forward"},
     "cuda": _LOSSES
+    | ({"_fused_rms_norm"} if torch.__version__ >= "2.12" else set())
     | {
-        *("native_layer_norm", "native_group_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "softplus"),
+        *("native_layer_norm", "native_group_norm", "_softmax", "_log_softmax", "softplus"),
         *("pow", "prod", "sum", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "norm"),
         *("cumsum", "cumprod", "renorm", "linalg_vector_norm", "_cdist_forward", "_pdist_forward", "cosh", "sinh"),
         *("tan", "acos", "asin", "erfinv"),

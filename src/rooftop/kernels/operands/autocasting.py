@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_ON_GPU = {"cross_entropy", "layer_norm", "softmax", "log_softmax", "sum", "norm"}
 IN_FLOAT32 = {
     "cpu": frozenset({"cross_entropy"}),
-    "cuda": frozenset({"cross_entropy", "layer_norm", "rms_norm", "softmax", "log_softmax", "sum", "norm"}),
+    "cuda": frozenset(_ON_GPU if torch.__version__ < "2.12" else _ON_GPU | {"rms_norm"}),
 }
 """For each device type, the functions whose result is float32 under autocast (`norm` is `torch.linalg.vector_norm`)."""
 

@@ -123,7 +123,7 @@ def two_integers(name: str, argument: str, given: Any, least: int) -> tuple[int,
     """
     values = (given,) if isinstance(given, int) else tuple(given) if isinstance(given, tuple | list) else ()
     if len(values) == 1:
-        values = (*values, *values)  # `values *= 2` cannot be compiled before PyTorch 2.13
+        values = (*values, *values)  # `values *= 2` cannot be compiled with PyTorch 2.11
     if len(values) != 2 or not all(map(is_integer, values)):
         raise TypeError(f"{name}: {argument} must be one integer or a pair of integers, got {given!r}")
     if min(values) < least:

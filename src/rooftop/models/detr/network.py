@@ -423,7 +423,7 @@ class Detr(nn.Module):
         objects = self.transformer(x.flatten(2).transpose(1, 2), positions, self.query_embed.weight, allowed)
         wanted = torch.stack(objects) if self.auxiliary else objects[-1][None]
         *earlier, last = self._heads(wanted)
-        return last._replace(auxiliary=(*earlier,))
+        return Predictions(last.logits, last.boxes, (*earlier,))  # PyTorch 2.11 does not compile `_replace`
 
     def _places(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The positions (B or 1, S, D) of the cells of x (B, D, h, w), and the mask (B, 1, 1, S) of visible cells."""

@@ -44,7 +44,8 @@ class PutBack:
         """Restore the values that `take` has copied if the bool tensor `where` is True."""
         for room in self._rooms.values():
             torch._foreach_copy_(room.after, room.tensors)
-            torch.where(where, room.all_before, room.all_after, out=room.all_after)
+            before, after = _bits(room.all_before), _bits(room.all_after)
+            torch.where(where, before, after, out=after)
             torch._foreach_copy_(room.tensors, room.after)
 
 
@@ -69,3 +70,9 @@ class _Room:
         if same:
             self.tensors = tensors
         return same
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor's memory as integers, because `torch.where` does not take all dtypes (PyTorch 2.11: no uint16)."""
+    size = min(tensor.element_size(), 8)
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
