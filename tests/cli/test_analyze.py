@@ -227,4 +227,5 @@ def test_out_of_memory_is_explained(
     assert status == 1
     assert "out of memory" in err
     assert "smaller batch" in err
-    assert len(err.splitlines()) == 1
+    # on a busy machine, the step takes so long that its progress is also printed
+    assert sum("working for" not in line and "% done after" not in line for line in err.splitlines()) == 1

@@ -77,6 +77,11 @@ def test_lines_in_a_file_at_growing_intervals(
     assert said.startswith("rooftop: 50% done after 0 s: compiling\n")
     time.sleep(0.2)
     capsys.readouterr()
+    with progress.progress_bar():  # nothing is known of the activity yet
+        while not (said := capsys.readouterr().err):
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+    assert said.startswith("rooftop: working for 0 s\n")
     monkeypatch.setenv("RANK", "1")
     with progress.progress_bar():
         time.sleep(0.1)

@@ -58,7 +58,11 @@ def _lines(shown: bool) -> Iterator[Update]:
         wait_s = LINE_S
         while not ended.wait(wait_s):
             what, fraction = now
-            click.echo(f"rooftop: {fraction:.0%} done after {time.monotonic() - began:.0f} s: {what}", err=True)
+            seconds = f"{time.monotonic() - began:.0f} s"
+            if what:
+                click.echo(f"rooftop: {fraction:.0%} done after {seconds}: {what}", err=True)
+            else:
+                click.echo(f"rooftop: working for {seconds}", err=True)
             wait_s *= 2
 
     if not shown:
