@@ -52,7 +52,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run `rooftop generate ...` on the CPU with the ceilings of some machine; return (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(verb, "measure_ceilings", lambda *_, **__: ceilings_of("h200"))
+
+    def measured(device: torch.device, *, precisions: set[str], transfers: bool, links: bool, **_: Any) -> Any:
+        assert (len(precisions), transfers, links) == (1, False, False), "other ceilings would only take time"
+        return ceilings_of("h200")
+
+    monkeypatch.setattr(verb, "measure_ceilings", measured)
 
     def call(*words: object) -> tuple[int, str, str]:
         status = main(["generate", *map(str, words), "--device", "cpu"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -691,11 +692,18 @@ def test_the_command_trains_on_a_folder_of_text_and_shows_the_roof(
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("up and down and " * 20)
-    monkeypatch.setattr("rooftop.cli.train.measure_ceilings", lambda device, progress: ceilings_of("h200"))
+    measured = []
+
+    def measure(device: torch.device, *, precisions: Collection[str], transfers: bool, links: bool, **_: Any) -> Any:
+        measured.append((set(precisions), transfers, links))
+        return ceilings_of("h200")
+
+    monkeypatch.setattr("rooftop.cli.train.measure_ceilings", measure)
     sizes = ["--num-layers", "1", "--hidden-size", "16", "--seq-length", "16", "--log-interval", "1"]
     assert called(texts, *sizes, "--metrics", str(tmp_path / "metrics.jsonl")) == 0
     out, err = capsys.readouterr()
     assert err == ""
+    assert measured == [({"fp32"}, False, False)]  # other ceilings would only delay the first step
     assert "float32 on 1 x cpu: dp=1 tp=1 pp=1 cp=1" in out
     assert f"19 sequences of 16 tokens in {texts}, 1 a step" in out
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -376,7 +376,13 @@ def _figures(generation: Generation, with_roof: bool) -> dict[str, Any]:
     }
     if with_roof and generation.steps:
         with progress_bar() as progress:
-            ceilings = measure_ceilings(generation.device, progress=progress)
+            ceilings = measure_ceilings(
+                generation.device,
+                progress=progress,
+                precisions=generation.decode_precisions(),
+                transfers=False,
+                links=False,
+            )
         try:
             figures["roof_ms"] = generation.decode_roof_ms(ceilings)
             figures["percent_of_roof"] = 100 * figures["roof_ms"] / figures["decode_ms"]

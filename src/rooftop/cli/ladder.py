@@ -33,6 +33,9 @@ from rooftop.whole_files import write_whole
 if TYPE_CHECKING:
     from rooftop.ladder.python_climbing import SpeedClimb
 
+NEEDED = ("fp32", "fp16")
+"""The precisions of the ladders on a GPU."""
+
 
 def run(
     context: click.Context, name: str, size: int | None, device: str | None, out: Path | None, chart: Path | None
@@ -128,7 +131,9 @@ def _memory(size: int | None, where: torch.device, out: Path | None, chart: Path
 
 def _climbed(name: str, size: int | None, where: torch.device) -> Climb:
     with progress_bar() as progress:
-        ceilings = measure_ceilings(where, progress=progress) if where.type == "cuda" else None
+        ceilings = None
+        if where.type == "cuda":
+            ceilings = measure_ceilings(where, progress=progress, precisions=NEEDED, transfers=False, links=False)
         try:
             ladder = build(name, size, where)
         except torch.cuda.OutOfMemoryError as error:

@@ -42,6 +42,7 @@ from rooftop.train import (
     other_data,
     run_steps,
     split_tokens,
+    step_cost,
     step_roof,
 )
 from rooftop.train.checkpoints.locks import locked
@@ -490,7 +491,10 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
     found = None
     if trainer.rank == 0:
         with progress_bar() as progress, others_wait("measuring this machine"):
-            ceilings = measure_ceilings(trainer.device, progress=progress)
+            needed = step_cost(trainer).flops
+            ceilings = measure_ceilings(
+                trainer.device, progress=progress, precisions=needed, transfers=False, links=False
+            )
         try:
             found = step_roof(trainer, ceilings)
         except ValueError as error:  # the ceilings have no rate for this dtype

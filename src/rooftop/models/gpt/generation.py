@@ -219,9 +219,15 @@ class Generation:
         Raises:
             ValueError: the machine's rate in the model's dtype is unknown.
         """
+        return sum(roof(cost, ceilings).ms for cost in self._decode_costs())
+
+    def decode_precisions(self) -> set[str]:
+        """The precisions of the decoding steps so far, whose rates `decode_roof_ms` needs."""
+        return {precision for cost in self._decode_costs() for precision in cost.flops}
+
+    def _decode_costs(self) -> Iterator[Cost]:
         counted = zip(self.steps, self._windowed, strict=True)
-        costs = (step_cost(self._part, *step, self.dtype, windowed) for step, windowed in counted)
-        return sum(roof(cost, ceilings).ms for cost in costs)
+        return (step_cost(self._part, *step, self.dtype, windowed) for step, windowed in counted)
 
     # ---- scheduling of prompts -------------------------------------------------------------------------------------
 
