@@ -1005,6 +1005,21 @@ def test_a_kept_rule_whose_times_cannot_be_measured_stays(monkeypatch: pytest.Mo
     assert [change.measured_ms for change in found.changes] == pytest.approx([5.0, 3.0])
 
 
+def test_times_of_changes_are_those_of_the_last_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is half as fast while it is profiled. The kept rules once saved more time than a step took."""
+    profiled = Profiles._times_of
+
+    def twice_as_long(self: Profiles, candidate: Candidate, wall_ms: float) -> Times:
+        times = profiled(self, candidate, wall_ms)
+        return replace(times, wall_ms=2 * times.wall_ms)
+
+    monkeypatch.setattr(Profiles, "_times_of", twice_as_long)
+    monkeypatch.setattr(Profiles, "note_wall", lambda self, best_ms: None)
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[shorter("one", 0.005), shorter("two", 0.002)])
+    assert found.before_ms == pytest.approx(10.0, rel=0.05)
+    assert [change.measured_ms for change in found.changes] == pytest.approx([5.0, 3.0], rel=0.05)
+
+
 def test_gradients_have_the_strides_of_their_parameters() -> None:
     """Fused optimizers refuse others. `backward` would store them in the parameters' strides, too."""
     model: Any = nn.Conv2d(3, 4, 2)

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ class Change:
         reason: the reason for the verdict.
         where: a description of the parts of the model that the rule changed.
         predicted_ms: predicted time saved per step.
-        measured_ms: measured time saved per step, compared with the best candidate so far.
+        measured_ms: measured time saved per step, compared with the best candidate so far. Both times are those of a
+            step of the original that takes `Optimized.before_ms`, even if steps took longer during the search.
         error: largest error as a multiple of the allowed error, at most 1; None if it was not checked.
         first_call_s: time of the first call in seconds, including compilation and capture.
         bytes: additional peak memory of a step, on a GPU.
@@ -68,6 +69,11 @@ class Change:
     error: float | None = None
     first_call_s: float | None = None
     bytes: int | None = None
+
+    def scaled(self, factor: float) -> Change:
+        """The same outcome with both times multiplied by a factor."""
+        measured = None if self.measured_ms is None else factor * self.measured_ms
+        return replace(self, predicted_ms=factor * self.predicted_ms, measured_ms=measured)
 
     def __str__(self) -> str:
         figures = [f"predicted {_ms(self.predicted_ms)}"] if self.predicted_ms > 0 else []

@@ -138,7 +138,7 @@ def optimize(
     found = Optimized(
         faster,
         result.candidate.optimizer if builder.changes_optimizer(result.candidate) else optimizer,
-        search.changes,
+        search.changes_of(result.before_ms),
         result.before_ms,
         result.after_ms,
         result.noise,

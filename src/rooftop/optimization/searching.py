@@ -115,6 +115,8 @@ class Search:
         self._profile_s = 0.0  # total seconds of the profiles that `_know` makes, each before a trial
         self._waited = False  # whether the search has waited for the C++ launcher
         self._share = 0.0  # the gain in the last trial, as a share of a step
+        self._left = 1.0  # the best candidate's time, as a share of the original's
+        self._originals: dict[str, float] = {}  # for each rule, the share of the original's step that 1 ms of it is
         self._unknown: set[frozenset[str]] = set()  # names of the rules of each candidate that `_know` has tried
         self._compile_s = 0.0  # seconds of the best candidate's first call, if one of its rules compiles
 
@@ -350,6 +352,7 @@ class Search:
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
         """Try a rule together with the kept rules except `replaced`. If it saves time and is correct, keep it."""
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
+        self._originals[rule.name] = self._left / self._profiles.now.wall_ms
         others = [kept for kept in self.kept if kept not in replaced]
         compiled = any(kept.kind == "compile" for kept in others)
         needed = self._needed_s(rule, compiled)
@@ -378,6 +381,7 @@ class Search:
             change = replace(change, where=where, first_call_s=first_s)
             change = replace(change, bytes=self._profiles.more_memory(candidate, held))
             wall_ms = self._profiles.now.wall_ms  # the step time on which the prediction is based
+            self._originals[rule.name] = self._left / wall_ms
             least = self._rounds.least_share(change.predicted_ms / wall_ms)
             gain = self._rounds.gain(self.best, candidate, least, lambda: time.perf_counter() > self.ends)
             self._share = gain.share
@@ -408,6 +412,7 @@ class Search:
         finally:
             self._builder.restore()
         self.kept, self.best = ordered(rules), candidate
+        self._left *= 1 - gain.share
         self._compile_s = first_s if any(kept.kind == "compile" for kept in self.kept) else 0.0
         self._profiles.note_kept(self.kept, self.best, tried_ms, self._builder.run)
         names = [each.name for each in replaced]
@@ -469,6 +474,13 @@ class Search:
             self._give_up(slower, "no gain")
             return Result(self._builder.plain, before_ms, before_ms, noise)
         return Result(self.best, before_ms, ms["after"], noise, ms.get("without"))
+
+    def changes_of(self, before_ms: float) -> list[Change]:
+        """The outcomes, with times of a machine on which a step of the original takes `before_ms`.
+
+        The machine's speed may change during the search. In these times, the kept rules together save less than a step.
+        """
+        return [each.scaled(self._originals.get(each.rule, 1 / before_ms) * before_ms) for each in self.changes]
 
     def _uncompiled(self) -> dict[str, Candidate]:
         """{"without": a candidate without the kept rules that compile or capture graphs}; empty if all kept rules
