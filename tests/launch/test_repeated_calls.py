@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -541,6 +542,53 @@ def test_subclasses_and_parameters(made: Callable[[], int]) -> None:
     assert torch.equal(traced(x), kernels.softmax(x))
     exact = torch.compile(lambda x: kernels.softmax(x) + 1, fullgraph=True, backend="aot_eager")
     assert torch.equal(exact(x), kernels.softmax(x) + 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators_of_a_compiled_program(device: str, made: Callable[[], int]) -> None:
+    """They are called through the dispatcher."""
+    skip_without_kernels(device)
+    x, residual = (torch.randn(6, 8, device=device, requires_grad=True) for _ in range(2))
+    weight = torch.randn(8, device=device, requires_grad=True)
+
+    def program(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        y, total = kernels.add_rms_norm(x, residual, 8, weight)
+        return kernels.softmax(kernels.swiglu(y, total), -1)
+
+    def step(program: Callable[..., Tensor]) -> list[Tensor]:
+        y = program(x, residual, weight)
+        return [y, *torch.autograd.grad(y.square().sum(), [x, residual, weight])]
+
+    def inference(program: Callable[..., Tensor]) -> Tensor:
+        with torch.no_grad():
+            return program(x, residual, weight)
+
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    for call, operators in ((step, 6), (inference, 3)):
+        with repeated_calls.in_python():
+            expected = call(compiled)
+        several(partial(call, compiled), 5)
+        made()
+        assert same([expected, *several(partial(call, compiled), 4)])
+        assert made() == 4 * operators, repeated_calls.reasons
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators_that_are_called_by_name(device: str, made: Callable[[], int]) -> None:
+    skip_without_kernels(device)
+    x, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((3, 8), (8,)))
+
+    def both() -> list[Tensor]:
+        y, rstd = torch.ops.rooftop.rms_norm(x, weight, 1e-5, torch.float32)
+        assert not rstd.requires_grad
+        return [y, *torch.autograd.grad(y.square().sum(), [x, weight])]
+
+    with repeated_calls.in_python():
+        expected = both()
+    several(both)
+    made()
+    assert same([expected, *several(both, 4)])
+    assert made() == 4  # backward does not pass the dispatcher
 
 
 @needs_kernels

@@ -123,6 +123,8 @@ class Places:
         """
         if result is None:
             return Result(-1)
+        if type(result) is Tensor and result.numel() == 0:
+            return self._of_empty(result)
         place = self.of(result)
         unseen = place is not None and not self.lesson.is_used(place + len(self.lesson.given))
         if place is None or unseen or type(result) is not Tensor or isinstance(self.memory[place], Zeros):
@@ -137,6 +139,15 @@ class Places:
             self.memory[place] = Memory(*self.shapes[place], result.dtype, None)
         source = len(self.lesson.given) + place
         return Result(source, ANY, ANY) if self.is_varied(place) else Result(source, *shape)
+
+    def _of_empty(self, result: Tensor) -> Result:
+        """As `of_result`, for a tensor without elements, which has no memory: it must be an allocation itself."""
+        count = len(self.lesson.given)
+        for source, made in enumerate(self.lesson.sources[count:], count):
+            if made is result and not self.lesson.varies:
+                self.shapes[source - count] = tuple(result.shape), result.stride()
+                return Result(source, tuple(result.shape), result.stride())
+        raise Unplanned("a result without elements is not an allocation of the call")
 
     def of_gradient(self, gradient: Tensor | None) -> Result:
         """The location of a gradient in memory, as a `Result` of the plan. The gradient may also be a view of a given

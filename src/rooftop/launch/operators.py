@@ -35,6 +35,7 @@ from rooftop.cost import Call, Cost, cost_of
 from rooftop.launch import fast_path, known_calls, lessons
 from rooftop.launch.fast_path import in_forward_mode, recording, recording_lists, requires_grad, transformed
 from rooftop.launch.known_calls import remembering
+from rooftop.launch.repeated_calls import repeated_operator
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -131,7 +132,8 @@ def declare(
     raw = run
     if known and known != "itself" and not mutates:
         run = remembering(run, None if known is True else known)
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    implementation = repeated_operator(name, run, raw) if known and not mutates else run
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.rooftop, name).default
     if known:
         changes = tuple(made._fields.index(each) for each in mutates)

@@ -1,4 +1,5 @@
-"""Repeat earlier calls of public functions without Python: C++ makes the allocations, the launches and autograd's node.
+"""Repeat earlier calls of public functions and operators without Python: C++ makes the allocations, the launches and
+autograd's node.
 
 A small kernel runs for less time than Python needs to check arguments, view them as rows and find the launch. This work
 has the same outcome for all calls with the same modes of PyTorch and the same *facts*: shapes, strides, dtypes,
@@ -6,6 +7,9 @@ devices, alignment, and values that are not tensors. So one call is observed. If
 launches kernels of Triton or CUDA C++ and runs PyTorch's own operators, and autograd records at most one operator of
 Rooftop, `repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls with the same facts. The
 results are identical bit for bit to those of Python.
+
+A compiled program calls no public functions. It calls operators through PyTorch's dispatcher, which passes the calls to
+`repeated_operator`.
 
 The C++ code is compiled in the background, and stored in Rooftop's cache. The compilation starts at the latest at the
 second call of an operator of `declare(..., known=...)` with the same facts on a GPU. Until the C++ code is compiled,
@@ -78,6 +82,29 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
         return (function if calls is None else calls)(*arguments, **options)  # type: ignore[no-any-return]
 
     function.outermost = call  # type: ignore[attr-defined]  # for the programs of torch.fx
+    return call
+
+
+def repeated_operator(name: str, run: Callable[..., Result], observed: Callable[..., Result]) -> Callable[..., Result]:
+    """Wrap the function that computes an operator's results, so that repeated calls through PyTorch's dispatcher run
+    without this function. Compiled programs call operators through the dispatcher.
+
+    Args:
+        name: the operator's name.
+        run: the function. Its decisions may depend only on what those of a `repeated` function may depend on.
+        observed: the same function without remembered decisions. It makes the call from which C++ learns.
+    """
+
+    def function(*arguments: Any) -> Result:
+        return (run if known_calls.lesson_here() is None else observed)(*arguments)
+
+    function.__name__ = function.__qualname__ = f"rooftop::{name}"
+    place = _place_of(function)
+
+    def call(*arguments: Any) -> Result:
+        calls = place[0]
+        return (function if calls is None else calls)(*arguments)  # type: ignore[no-any-return]
+
     return call
 
 
