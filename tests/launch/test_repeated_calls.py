@@ -544,6 +544,24 @@ def test_subclasses_and_parameters(made: Callable[[], int]) -> None:
     assert torch.equal(exact(x), kernels.softmax(x) + 1)
 
 
+@kernels.fused
+def bounded(x: Any, scale: Any) -> Any:
+    return torch.clamp(x * scale, -1.0, 1.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_source_that_the_observed_call_generates_is_no_part_of_the_call(device: str, made: Callable[[], int]) -> None:
+    """The bounds are rounded to half precision by PyTorch's operators."""
+    skip_without_kernels(device)
+    x = torch.randn(16, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    scale = torch.randn(16, 1, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y = several(lambda: bounded(x, scale))[-1]
+    made()
+    slope = torch.ones_like(y)
+    several(lambda: torch.autograd.grad(y, x, slope, retain_graph=True))
+    assert made() >= 3, repeated_calls.reasons
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_operators_of_a_compiled_program(device: str, made: Callable[[], int]) -> None:
     """They are called through the dispatcher."""

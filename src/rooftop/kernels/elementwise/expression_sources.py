@@ -345,7 +345,7 @@ class Body:
             value = node.value
             assert value is not None
             if half is not None:
-                value = torch.tensor(float(value), dtype=half).item()
+                value = torch.tensor(float(value), dtype=half, device="cpu").item()
             return _literal(value, dtype)
         if node.operation == "argument":
             kind = self.types[id(node)].kind

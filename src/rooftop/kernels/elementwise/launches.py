@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftop.kernels.elementwise import tables
 from rooftop.kernels.elementwise.expression_sources import (
@@ -281,5 +282,8 @@ def source_for(plan: Plan, chosen: tuple[int, ...], layout: Layout) -> tuple[str
 
 @functools.lru_cache(maxsize=4096)
 def _kernel(plan: Plan, chosen: tuple[int, ...], layout: Layout) -> Any:
-    """The compiled kernel of the source from `source_for`."""
-    return compiled(*source_for(plan, chosen, layout))
+    """The compiled kernel of the source from `source_for`. What its generation computes is no part of an observed call
+    (repeated_calls.py).
+    """
+    with _disable_current_modes():
+        return compiled(*source_for(plan, chosen, layout))
