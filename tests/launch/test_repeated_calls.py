@@ -592,6 +592,17 @@ def test_operators_of_a_compiled_program(device: str, made: Callable[[], int]) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_operators_whose_decisions_depend_on_settings_stay_in_python(device: str, made: Callable[[], int]) -> None:
+    skip_without_kernels(device)
+    x, weight = torch.randn(4, 8, device=device), torch.randn(6, 8, device=device)
+    compiled = torch.compile(lambda: kernels.linear_act(x, weight, None, "relu"), backend="aot_eager")
+    with torch.no_grad():
+        assert same(several(compiled))
+    assert made() == 0
+    assert "depend" in repeated_calls.reasons["rooftop::linear_act"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_operators_that_are_called_by_name(device: str, made: Callable[[], int]) -> None:
     skip_without_kernels(device)
     x, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((3, 8), (8,)))

@@ -37,6 +37,7 @@ class Operator(NamedTuple):
     changes: tuple[int, ...] = ()
 
 
+MORE_THAN_FACTS = "the decisions of {} depend on more than shapes, strides, dtypes and other facts"
 operators: dict[Any, Operator] = {}
 """The operators whose decisions depend only on shapes, strides, dtypes and so on (facts). The keys are overloads of
 `torch.ops`.
@@ -258,13 +259,19 @@ class Lesson(Observer):
         if func.namespace != "rooftop" or self.paused:
             return super().__torch_dispatch__(func, types, args, kwargs)
         operator = operators.get(func)
-        if operator is None or kwargs or (operator.settings is not None and operator.settings(args) is not None):
-            self.refuse(f"the decisions of {func._opname} depend on more than shapes, strides, dtypes and other facts")
+        if operator is None or kwargs:
+            self.refuse(MORE_THAN_FACTS.format(func._opname))
             return func(*args, **(kwargs or {}))
         if any(self.source(args[i]) not in self.owned for i in operator.changes):
             self.refuse(f"{func._opname} changes a tensor of the caller")
         with self:
-            return operator.run(*args)
+            return self.operated(operator, func._opname, args)
+
+    def operated(self, operator: Operator, name: str, arguments: Sequence[Any]) -> Any:
+        """Run an operator of Rooftop as part of the observed call."""
+        if operator.settings is not None and operator.settings(arguments) is not None:
+            self.refuse(MORE_THAN_FACTS.format(name))
+        return operator.run(*arguments)
 
     def called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
         """Record a call of one of PyTorch's operators."""

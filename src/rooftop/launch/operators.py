@@ -132,12 +132,14 @@ def declare(
     raw = run
     if known and known != "itself" and not mutates:
         run = remembering(run, None if known is True else known)
-    implementation = repeated_operator(name, run, raw) if known and not mutates else run
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.rooftop, name).default
+    implementation = run
     if known:
         changes = tuple(made._fields.index(each) for each in mutates)
-        lessons.operators[overload] = lessons.Operator(raw, known if callable(known) else None, changes)
+        operator = lessons.operators[overload] = lessons.Operator(raw, known if callable(known) else None, changes)
+        if not mutates:
+            implementation = repeated_operator(name, run, operator)
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
     if hasattr(made, "fake"):
         torch.library.register_fake(overload, _by_method(made, "fake"))
     if hasattr(made, "cost"):

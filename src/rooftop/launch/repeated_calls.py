@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rooftop.launch import known_calls, native_calls
 from rooftop.launch.call_plans import Places, Unplanned, plan_of
-from rooftop.launch.lessons import Lesson
+from rooftop.launch.lessons import Lesson, Operator
 from rooftop.launch.native_calls import HOPELESS, ask, build, calls_made, reasons, state, wait
 from rooftop.launch.recorded_calls import recording_of
 
@@ -85,18 +85,19 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     return call
 
 
-def repeated_operator(name: str, run: Callable[..., Result], observed: Callable[..., Result]) -> Callable[..., Result]:
+def repeated_operator(name: str, run: Callable[..., Result], operator: Operator) -> Callable[..., Result]:
     """Wrap the function that computes an operator's results, so that repeated calls through PyTorch's dispatcher run
     without this function. Compiled programs call operators through the dispatcher.
 
     Args:
         name: the operator's name.
-        run: the function. Its decisions may depend only on what those of a `repeated` function may depend on.
-        observed: the same function without remembered decisions. It makes the call from which C++ learns.
+        run: the function.
+        operator: how the operator is run in the call from which C++ learns.
     """
 
     def function(*arguments: Any) -> Result:
-        return (run if known_calls.lesson_here() is None else observed)(*arguments)
+        lesson = known_calls.lesson_here()
+        return run(*arguments) if lesson is None else lesson.operated(operator, name, arguments)  # type: ignore[no-any-return]
 
     function.__name__ = function.__qualname__ = f"rooftop::{name}"
     place = _place_of(function)
