@@ -12,8 +12,8 @@ and the spread between rounds, since a host's speed varies. Modes:
 
 `rooftop` is a call as users make it: C++ repeats the call once it has recorded it (launch/repeated_calls.py). `why`
 says why a call still runs in Python. `python` is the same call made in Python. `torch` does the same work by torch's
-own functions, by several functions in a row where torch has no fused function. The call in Python, in inference, has
-these parts:
+own functions, by several functions in a row where torch has no fused function. Variants with "compiled" are calls of a
+program of torch.compile. The call in Python, in inference, has these parts:
 
     checks           the public function up to its operators, and back
     way              from the call of an operator to its implementation (launch/fast_path.py)
@@ -186,17 +186,21 @@ def rows_of(case: Case, device: torch.device, rounds: int, compiled: bool) -> It
     variants = {"rooftop": case.ours, "torch": case.torch}
     if compiled:
         torch._dynamo.reset()  # torch.compile recompiles a function only a limited number of times per process
-        variants["torch.compile"] = torch.compile(case.torch, fullgraph=True)
+        variants |= {
+            f"{name}, compiled": torch.compile(variants[name], fullgraph=True) for name in ("torch", "rooftop")
+        }
     for mode, (backward, within) in MODES.items():
         runs = {name: run_of(function, given, backward) for name, function in variants.items()}
-        runs["python"] = in_python(runs["rooftop"])
-        before = repeated_calls.calls_made()
+        runs |= {name.replace("rooftop", "python"): in_python(runs[name]) for name in variants if "rooftop" in name}
         with within():
             taken = in_turn(runs, device, rounds)
+            before = repeated_calls.calls_made()
+            runs["rooftop"]()
+            made = repeated_calls.calls_made() - before
         row: dict[str, Any] = {"case": case.name, "mode": mode, "unit": "us"}
         row |= {name: statistics.median(found) for name, found in taken.items()}
         row["by_torch"] = row["rooftop"] / row["torch"]
-        row["made_in_cpp"] = (repeated_calls.calls_made() - before) / (rounds * BURST)
+        row["made_in_cpp"] = made
         row["why"] = dict(repeated_calls.reasons)
         row["spread"] = {name: (max(each) - min(each)) / statistics.median(each) for name, each in taken.items()}
         if mode == "inference":
