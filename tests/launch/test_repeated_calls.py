@@ -30,7 +30,7 @@ from rooftop.kernels.softmaxes import clusters, plans, tables
 from rooftop.kernels.softmaxes.tables import ClusterConfig
 from rooftop.launch import INTERPRETED, count_launches, cpp_extensions, cuda, known_calls, native_calls, repeated_calls
 from rooftop.launch.cpp_extensions import Extension
-from rooftop.launch.lessons import Lesson, lesson_of
+from rooftop.launch.lessons import MORE_THAN_FACTS, Lesson, lesson_of
 from rooftop.launch.recorded_calls import Backward
 from rooftop.models.vision.resnet import Bottleneck, ResNet
 
@@ -594,12 +594,32 @@ def test_operators_of_a_compiled_program(device: str, made: Callable[[], int]) -
 @pytest.mark.parametrize("device", DEVICES)
 def test_operators_whose_decisions_depend_on_settings_stay_in_python(device: str, made: Callable[[], int]) -> None:
     skip_without_kernels(device)
-    x, weight = torch.randn(4, 8, device=device), torch.randn(6, 8, device=device)
-    compiled = torch.compile(lambda: kernels.linear_act(x, weight, None, "relu"), backend="aot_eager")
+    packed, bias = torch.randn(1, 2, 2, 12, device=device), torch.randn(2, 4, 4, device=device)
+    compiled = torch.compile(lambda: kernels.window_attention(packed, bias, 2, (2, 2)), backend="aot_eager")
+    repeated_calls.reasons.pop("rooftop::window_attention", None)
     with torch.no_grad():
         assert same(several(compiled))
     assert made() == 0
-    assert "depend" in repeated_calls.reasons["rooftop::linear_act"]
+    assert repeated_calls.reasons["rooftop::window_attention"] == MORE_THAN_FACTS.format("window_attention")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "switch", [torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul]
+)
+def test_the_newer_switches_of_float32_precision(device: str, switch: Any, made: Callable[[], int]) -> None:
+    """Once a program has set one of them, PyTorch raises an error if the older switches are read."""
+    skip_without_kernels(device)
+    x, before = torch.randn(4, 8, device=device), switch.fp32_precision
+    expected, *_ = several(lambda: kernels.softmax(x, -1))
+    made()
+    try:
+        for precision in ("tf32", "ieee"):
+            switch.fp32_precision = precision
+            assert same([expected, *several(lambda: kernels.softmax(x, -1))])
+            assert made()
+    finally:
+        switch.fp32_precision = before
 
 
 @pytest.mark.parametrize("device", DEVICES)

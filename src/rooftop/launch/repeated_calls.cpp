@@ -276,7 +276,8 @@ bool put_modes(Facts& facts) {
   put(facts, at::autocast::get_autocast_dtype(at::kCPU));
   const auto& context = at::globalContext();
   if (context.deterministicAlgorithms()) return false;  // PyTorch may fill new memory
-  put(facts, context.float32MatmulPrecision());
+  for (const auto backend : {at::Float32Backend::CUDA, at::Float32Backend::MKLDNN})
+    for (const auto op : {at::Float32Op::MATMUL, at::Float32Op::CONV}) put(facts, context.float32Precision(backend, op));
   put(facts, char(context.userEnabledFlashSDP() | context.userEnabledMemEfficientSDP() << 1 | context.userEnabledCuDNNSDP() << 2 |
                   context.userEnabledCuDNN() << 3));
   const char* check = std::getenv("ROOFTOP_CHECK");

@@ -53,8 +53,8 @@ class Change:
         reason: the reason for the verdict.
         where: a description of the parts of the model that the rule changed.
         predicted_ms: predicted time saved per step.
-        measured_ms: measured time saved per step, compared with the best candidate so far. Both times are those of a
-            step of the original that takes `Optimized.before_ms`, even if steps took longer during the search.
+        measured_ms: measured time saved per step, compared with the best candidate so far. Both times are scaled to the
+            speed of the machine at which a step of the original takes `Optimized.before_ms`.
         error: largest error as a multiple of the allowed error, at most 1; None if it was not checked.
         first_call_s: time of the first call in seconds, including compilation and capture.
         bytes: additional peak memory of a step, on a GPU.

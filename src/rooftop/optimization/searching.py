@@ -116,7 +116,7 @@ class Search:
         self._waited = False  # whether the search has waited for the C++ launcher
         self._share = 0.0  # the gain in the last trial, as a share of a step
         self._left = 1.0  # the best candidate's time, as a share of the original's
-        self._originals: dict[str, float] = {}  # for each rule, the share of the original's step that 1 ms of it is
+        self._began_ms = 0.0  # time of a step of the original when the search began; all changes are in such times
         self._unknown: set[frozenset[str]] = set()  # names of the rules of each candidate that `_know` has tried
         self._compile_s = 0.0  # seconds of the best candidate's first call, if one of its rules compiles
 
@@ -148,6 +148,7 @@ class Search:
             repeated_calls.ask()
         wall = self._rounds.timed({"": self._builder.plain})[""].median_ms
         self._rounds.step_s = wall / 1e3
+        self._began_ms = wall
         times = self._profiles.begin(self._builder.plain, wall)
         possible = [rule for rule in possible if self._has_work(rule, times)]
         forecasts = {rule.name: of for rule in possible if (of := self._forecast(rule, times)) is not None}
@@ -352,7 +353,6 @@ class Search:
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
         """Try a rule together with the kept rules except `replaced`. If it saves time and is correct, keep it."""
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
-        self._originals[rule.name] = self._left / self._profiles.now.wall_ms
         others = [kept for kept in self.kept if kept not in replaced]
         compiled = any(kept.kind == "compile" for kept in others)
         needed = self._needed_s(rule, compiled)
@@ -368,7 +368,10 @@ class Search:
         limit_s, other = self._order.limit(rule, self._profiles.now, first_call_s)
         deadline = Deadline(limit_s)
         try:
-            change = replace(change, predicted_ms=self._profiles.predicted(rule, others))
+            wall_ms = self._profiles.now.wall_ms  # the step time on which the prediction is based
+            share = self._profiles.predicted(rule, others) / wall_ms
+            best_ms = self._left * self._began_ms  # the best candidate's time, had the machine's speed not changed
+            change = replace(change, predicted_ms=share * best_ms)
             began, held = time.perf_counter(), allocated(self._builder.plain.device)
             candidate = self._builder.built(rules)
             where = candidate.changes[rule.name]
@@ -380,12 +383,10 @@ class Search:
             self._order.note(rule, self._profiles.now, first_s)
             change = replace(change, where=where, first_call_s=first_s)
             change = replace(change, bytes=self._profiles.more_memory(candidate, held))
-            wall_ms = self._profiles.now.wall_ms  # the step time on which the prediction is based
-            self._originals[rule.name] = self._left / wall_ms
-            least = self._rounds.least_share(change.predicted_ms / wall_ms)
+            least = self._rounds.least_share(share)
             gain = self._rounds.gain(self.best, candidate, least, lambda: time.perf_counter() > self.ends)
             self._share = gain.share
-            change = replace(change, measured_ms=gain.share * wall_ms)
+            change = replace(change, measured_ms=gain.share * best_ms)
             self._profiles.note_wall(gain.best_ms)
             tried_ms = gain.best_ms * (1 - gain.share)
             if rule.kind == "compile":
@@ -476,11 +477,12 @@ class Search:
         return Result(self.best, before_ms, ms["after"], noise, ms.get("without"))
 
     def changes_of(self, before_ms: float) -> list[Change]:
-        """The outcomes, with times of a machine on which a step of the original takes `before_ms`.
+        """The outcomes, with times scaled so that a step of the original takes `before_ms`.
 
-        The machine's speed may change during the search. In these times, the kept rules together save less than a step.
+        Otherwise the kept rules together could seem to save more than a step, if the machine was slower during the
+        search.
         """
-        return [each.scaled(self._originals.get(each.rule, 1 / before_ms) * before_ms) for each in self.changes]
+        return [each.scaled(before_ms / self._began_ms if self._began_ms else 1.0) for each in self.changes]
 
     def _uncompiled(self) -> dict[str, Candidate]:
         """{"without": a candidate without the kept rules that compile or capture graphs}; empty if all kept rules
