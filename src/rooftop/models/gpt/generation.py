@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.cost import Cost, precision_of
+from rooftop.cost import Cost, matrix_precision
+from rooftop.cost.accounting import counted_for
 from rooftop.cost.roofs import roof
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.graphs import captured_into
@@ -227,7 +228,7 @@ class Generation:
 
     def _decode_costs(self) -> Iterator[Cost]:
         counted = zip(self.steps, self._windowed, strict=True)
-        return (step_cost(self._part, *step, self.dtype, windowed) for step, windowed in counted)
+        return (step_cost(self._part, *step, self.dtype, windowed, self.device) for step, windowed in counted)
 
     # ---- scheduling of prompts -------------------------------------------------------------------------------------
 
@@ -452,7 +453,14 @@ def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     return groups
 
 
-def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, windowed: int | None = None) -> Cost:
+def step_cost(
+    config: GptConfig,
+    rows: int,
+    positions: int,
+    dtype: torch.dtype,
+    windowed: int | None = None,
+    device: torch.device | str = "cuda",
+) -> Cost:
     """The cost of one decoding step.
 
     The step reads the weights, and the keys and values of earlier positions, once. The step writes the new keys and
@@ -464,6 +472,7 @@ def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, 
         positions: number of positions that one layer attends to, summed over the sequences, including the new ones.
         dtype: dtype of weights and cache.
         windowed: as `positions`, but for one layer with a window; None: the same as `positions`.
+        device: the device that computes. On a GPU, products of float32 may run in TF32.
     """
     embeddings = config.vocabulary * (1 if config.tied else 2)
     embeddings += config.positions if config.position == "learned" else 0
@@ -475,7 +484,9 @@ def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, 
     seen = (config.layers - narrow) * positions + narrow * (positions if windowed is None else windowed)
     flops = 2 * rows * products + 4 * config.query_width * seen
     read = weights * dtype.itemsize + 2 * config.kv_width * (seen - config.layers * rows) * dtype.itemsize
-    return Cost(read, cache_bytes(config, rows, dtype), {precision_of(dtype): flops})
+    with counted_for(torch.device(device).type):
+        precision = matrix_precision(torch.empty(0, dtype=dtype))
+    return Cost(read, cache_bytes(config, rows, dtype), {precision: flops})
 
 
 # ---- checks of arguments -------------------------------------------------------------------------------------------
