@@ -33,6 +33,7 @@ from rooftop.launch.cpp_extensions import Extension
 from rooftop.launch.lessons import MORE_THAN_FACTS, Lesson, lesson_of
 from rooftop.launch.recorded_calls import Backward
 from rooftop.models.vision.resnet import Bottleneck, ResNet
+from rooftop.torch_versions import torch_at_least
 
 pytest.importorskip("triton")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -641,7 +642,7 @@ def test_operators_that_are_called_by_name(device: str, made: Callable[[], int])
 
 
 @needs_kernels
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="compiled autograd then refuses nodes made in C++")
+@pytest.mark.skipif(not torch_at_least(2, 13), reason="compiled autograd then refuses nodes made in C++")
 def test_compiled_autograd(made: Callable[[], int], unchecked_targets: None) -> None:
     from torch._dynamo.compiled_autograd import _enable
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.torch_version import TorchVersion
+
+from rooftop.torch_versions import torch_at_least
 
 aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ def attention(
 ) -> Tensor:
     """Compute attention on fake CPU tensors, but with a GPU's operators: one kernel if a GPU has a kernel for these
     shapes, dtypes and masks, otherwise separate matrix products and a softmax."""
-    if query.dim() == 3 and all(t.dim() == 3 for t in (key, value)) and torch.__version__ >= TorchVersion("2.14"):
+    if query.dim() == 3 and all(t.dim() == 3 for t in (key, value)) and torch_at_least(2, 14):
         # since PyTorch 2.14, tensors (H, S, D) count as a batch of one
         mask = attn_mask.unsqueeze(0) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         query, key, value = (t.unsqueeze(0) for t in (query, key, value))

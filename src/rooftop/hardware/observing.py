@@ -34,6 +34,8 @@ from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rooftop.torch_versions import torch_at_least
+
 _COMPILER = "torch._dynamo.eval_frame"
 
 
@@ -362,7 +364,7 @@ def _scan_of_nests(
         carry, result = combine_fn(carry, row)
         results.append(result)
     stacked = _stacked(results[::-1] if reverse else results)
-    if torch.__version__ < "2.13":  # results are stacked along the first dimension, whatever `dim` is
+    if not torch_at_least(2, 13):  # results are stacked along the first dimension, whatever `dim` is
         return carry, stacked
     return carry, pytree.tree_map(lambda leaf: leaf.movedim(0, dim) if dim < leaf.ndim else leaf, stacked)
 

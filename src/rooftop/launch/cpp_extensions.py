@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 
+from rooftop.torch_versions import torch_at_least
+
 # maximum wait for another process that compiles the same module; compiling takes less than a minute on most machines
 PATIENCE_S = 600
 
@@ -234,7 +236,7 @@ class Extension:
     def _command(self, made: Path) -> list[str]:
         root = Path(torch.__file__).parent
         include = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-        standard = "c++20" if [int(n) for n in torch.__version__.split(".")[:2]] >= [2, 12] else "c++17"
+        standard = "c++20" if torch_at_least(2, 12) else "c++17"
         libraries = [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10", "-ldl"]
         return [
             *(compiler() or ()), "-shared", "-fPIC", "-O2", f"-std={standard}", f"-DROOFTOP_MODULE={self.name}",

@@ -291,7 +291,9 @@ def _view(source: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, st
 
 _one_at_a_time = Lock()
 lesson: Any = None
-"""The object that is observing a call of a public function (lessons.py), in any thread; None if there is none."""
+"""The object that is observing a call of a public function or an operator (lessons.py), in any thread; None if there is
+none.
+"""
 
 
 def lesson_here() -> Any:

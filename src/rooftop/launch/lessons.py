@@ -1,5 +1,5 @@
-"""Observe one call of a public function. A lesson, the record of the call, lists the allocations, the launches of
-kernels, and the calls of PyTorch's own operators, in order.
+"""Observe one call of a public function or an operator. A lesson, the record of the call, lists the allocations, the
+launches of kernels, and the calls of PyTorch's own operators, in order.
 
 `call_plans.py` makes a plan from a lesson. With the plan, C++ code can repeat the call for arguments with the same
 facts (shapes, strides, dtypes and so on).
@@ -125,7 +125,7 @@ class Varied(NamedTuple):
 
 
 class Lesson(Observer):
-    """Observes one call of a public function, and records the work of the call.
+    """Observes one call of a public function or an operator, and records the work of the call.
 
     Attributes:
         given: the call's tensor arguments. If two of them share memory, the call is refused.

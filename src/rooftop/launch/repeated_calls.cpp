@@ -1,4 +1,5 @@
-// Repeat observed calls of public functions without Python: allocations, launches and autograd (repeated_calls.py).
+// Repeat observed calls of public functions and operators without Python: allocations, launches and autograd
+// (repeated_calls.py).
 //
 // *Facts* identify a call: each tensor's kind, shape, strides, dtype, device, alignment and requires_grad; the values
 // of other arguments; and PyTorch's modes on this thread (grad mode, inference mode, autocast). If there is a `Plan`

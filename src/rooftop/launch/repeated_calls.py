@@ -34,7 +34,19 @@ from rooftop.launch.lessons import Lesson, Operator
 from rooftop.launch.native_calls import HOPELESS, ask, build, calls_made, reasons, state, wait
 from rooftop.launch.recorded_calls import recording_of
 
-__all__ = ["ask", "build", "calls_made", "forget", "in_python", "reasons", "repeated", "repeated_rows", "state", "wait"]
+__all__ = [
+    "ask",
+    "build",
+    "calls_made",
+    "forget",
+    "in_python",
+    "reasons",
+    "repeated",
+    "repeated_operator",
+    "repeated_rows",
+    "state",
+    "wait",
+]
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -48,7 +60,7 @@ _blocks = 0  # number of open `in_python` blocks
 
 
 class _Function(NamedTuple):
-    """A function decorated by `repeated` or `repeated_rows`.
+    """A function decorated by `repeated` or `repeated_rows`, or wrapped by `repeated_operator`.
 
     Attributes:
         now: a list of one item: the C++ object that currently makes the calls, or None if Python makes the calls.
@@ -62,7 +74,7 @@ class _Function(NamedTuple):
     varying: tuple[int, ...] = ()
 
 
-# ---- public functions ------------------------------------------------------------------------------------------------
+# ---- functions and operators -------------------------------------------------------------------------------------
 
 
 def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -194,8 +206,8 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Within the `with` block, Python instead of C++ makes all calls of `repeated` and `repeated_rows` functions and of
-    their backward, in all threads."""
+    """Within the `with` block, Python instead of C++ makes all calls of operators, of `repeated` and `repeated_rows`
+    functions, and of their backward, in all threads."""
     _enter(1)
     try:
         yield

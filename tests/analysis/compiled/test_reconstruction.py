@@ -394,3 +394,6 @@ def test_pointers_of_a_launch_are_told_with_their_positions() -> None:
         (0, ((4, 6), (1, 4), bf16)),
         (2, ((3,), (1,), f32)),
     ]
+    known = {1: [(RecordedTensor(bf16, 10, (4, 6), (0, 1)),), None, (RecordedTensor(f32, 11, (3,), (1,)),)]}
+    event.steps = []
+    assert [described(tensor) for _, tensor in tensors_of(event, known)] == [((4, 6), (0, 1), bf16), ((3,), (1,), f32)]

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import linear
 
 from rooftop.cost import Record
+from rooftop.torch_versions import torch_at_least
 
 _MATRIX_WORK = {
     *("mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution"),
@@ -39,7 +40,7 @@ _LOSSES = {
 IN_FLOAT32 = {
     "cpu": _LOSSES | {"prod", "_cdist_forward"},
     "cuda": _LOSSES
-    | ({"_fused_rms_norm"} if torch.__version__ >= "2.12" else set())
+    | ({"_fused_rms_norm"} if torch_at_least(2, 12) else set())
     | {
         *("native_layer_norm", "native_group_norm", "_softmax", "_log_softmax", "softplus"),
         *("pow", "prod", "sum", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "norm"),

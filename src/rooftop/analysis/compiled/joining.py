@@ -179,7 +179,7 @@ class _Walk:
 
     def _visit_in_graph(self, event: _Event, works: _Matcher, phase: str, problem: str) -> None:
         work = works.next(event.name)
-        cost = _cost_of_launch(work, event) if work is not None else None
+        cost = _cost_of_launch(work, event, self._known) if work is not None else None
         if work is not None and cost is not None:
             name = _shown(event.name)
             self._add(event, self._record(name, work.shapes, work.dtype, work.scope, phase, cost, "", work.title))
@@ -300,13 +300,13 @@ class _Walk:
         return orphans
 
 
-def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
+def _cost_of_launch(work: KernelWork, event: _Event, known: RecordedTensors) -> Cost | None:
     """The cost of one launch of a kernel; None if unknown. The kernel's memory traffic is at most the size of the
     tensors to which its arguments point.
 
     If a kernel only copies an operand into the layout that a library needs, its cost is the size of these tensors.
     """
-    pointers = _pointer_bytes(event.source) if is_generated(work.name) else None
+    pointers = _pointer_bytes(event.source, known) if is_generated(work.name) else None
     if pointers is None or work.uncovered:
         return work.cost
     if work.lays_out:
@@ -316,12 +316,12 @@ def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
     return work.cost if work.cost.bytes <= sum(pointers) else Cost(*pointers, work.cost.flops)
 
 
-def _pointer_bytes(event: Any) -> tuple[int, int] | None:
+def _pointer_bytes(event: Any, known: RecordedTensors) -> tuple[int, int] | None:
     """The bytes that a Triton kernel reads and the bytes that it writes; None if unknown. The names of its pointers
     show which tensors it writes. `event` is the kernel's launch on the host."""
     file = dict(event.kwinputs() or {}).get("kernel_file") if hasattr(event, "kwinputs") else None
     names = _pointer_names(str(file)) if file else ()
-    tensors = dict(tensors_of(event))
+    tensors = dict(tensors_of(event, known))
     if not names or sorted(tensors) != list(range(len(names))):
         return None
     read = sum(tensor_bytes(tensors[i]) for i, name in enumerate(names) if name.startswith("in_"))

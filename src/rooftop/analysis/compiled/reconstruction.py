@@ -188,11 +188,7 @@ def _value(
     if kind in DTYPES:
         if not takes_tensor or "List[" in str(wanted):
             raise NotReconstructedError(f"a tensor was recorded, but the operator takes {wanted}")
-        return (
-            _meta(recorded[0].shape, recorded[0].stride, DTYPES[kind])
-            if recorded
-            else _meta(shape, stride, DTYPES[kind])
-        )
+        return _tensor(shape, stride, DTYPES[kind], recorded)
     if kind == "TensorList":
         if "List[" not in str(wanted) and "[]" not in str(wanted):
             raise NotReconstructedError(f"a list of tensors was recorded, but the operator takes {wanted}")
@@ -209,6 +205,11 @@ def _value(
             raise NotReconstructedError(f"an argument of type {wanted} was not recorded")
         return None
     return _literal(text, kind, str(wanted))
+
+
+def _tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, recorded: Recorded | None) -> Tensor:
+    """A tensor argument: as recorded, or made from the shape and stride of its event."""
+    return _meta(recorded[0].shape, recorded[0].stride, dtype) if recorded else _meta(shape, stride, dtype)
 
 
 def _meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -248,10 +249,12 @@ def _strides(event: Any) -> list[Any]:
     return list(event.structured_input_strides()) if hasattr(event, "structured_input_strides") else []
 
 
-def tensors_of(event: Any) -> Iterator[tuple[int, Tensor]]:
+def tensors_of(event: Any, known: RecordedTensors = MappingProxyType({})) -> Iterator[tuple[int, Tensor]]:
     """(position among the arguments, meta tensor) for each tensor argument of an event; for a Triton launch, for each
-    pointer."""
-    shapes, strides = _shapes(event), _strides(event)
+    pointer. `known` is the result of `recorded_tensors` for the profile."""
+    shapes, strides, recorded = _shapes(event), _strides(event), known.get(event.correlation_id(), [])
     for position, kind in enumerate(event.dtypes()):
         if kind in DTYPES and position < len(shapes):
-            yield position, _meta(shapes[position], strides[position] if position < len(strides) else [], DTYPES[kind])
+            found = recorded[position] if position < len(recorded) else None
+            stride = strides[position] if position < len(strides) else []
+            yield position, _tensor(shapes[position], stride, DTYPES[kind], found)

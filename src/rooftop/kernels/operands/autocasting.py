@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftop.torch_versions import torch_at_least
+
 _ON_GPU = {"cross_entropy", "layer_norm", "softmax", "log_softmax", "sum", "norm"}
 IN_FLOAT32 = {
     "cpu": frozenset({"cross_entropy"}),
-    "cuda": frozenset(_ON_GPU if torch.__version__ < "2.12" else _ON_GPU | {"rms_norm"}),
+    "cuda": frozenset(_ON_GPU | {"rms_norm"} if torch_at_least(2, 12) else _ON_GPU),
 }
 """For each device type, the functions whose result is float32 under autocast (`norm` is `torch.linalg.vector_norm`)."""
 
