@@ -38,7 +38,10 @@ def step_with(optimizer: torch.optim.Optimizer, ceilings: Ceilings, ms: float = 
 
 @pytest.fixture
 def half_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every fused optimizer take half a millisecond, and treat parameters on the CPU as a GPU's."""
+    """Make every fused optimizer take half a millisecond, and treat parameters on the CPU as a GPU's. Adagrad has a
+    fused step, as since PyTorch 2.13.
+    """
+    monkeypatch.setattr("rooftop.nn.fused_steps._adagrad_fuses_on_gpus", lambda: True)
     monkeypatch.setattr(optimizer_rules, "fused_step_ms", lambda optimizer: 0.5)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 

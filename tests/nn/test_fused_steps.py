@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
-from rooftop.nn.fused_steps import after_fused_steps, notice_fused_steps
+from rooftop.nn.fused_steps import _adagrad_fuses_on_gpus, after_fused_steps, has_fused_step, notice_fused_steps
+from rooftop.rewrites.optimizer_rules import not_fusable
+from rooftop.torch_versions import torch_at_least
 from rooftop.train import AdamW
 
 
@@ -22,6 +25,23 @@ class Stepping(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         self.param_groups[0]["params"][0].grad.zero_()
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_pytorch_2_11_has_no_fused_adagrad_on_gpus(fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step raised an error, which ended the whole search of `rooftop.optimize`."""
+    with FakeTensorMode():
+        on_gpu = torch.optim.Adagrad([nn.Parameter(torch.zeros(3, device="cuda"))])
+    on_cpu = torch.optim.Adagrad([nn.Parameter(torch.zeros(3))])
+    monkeypatch.setattr("rooftop.nn.fused_steps._adagrad_fuses_on_gpus", lambda: fuses)
+    assert not_fusable(on_cpu) is None
+    assert has_fused_step(torch.optim.Adagrad, on_gpu=True) is fuses
+    refused = f"PyTorch {torch.__version__} has no fused Adagrad on GPUs"
+    assert not_fusable(on_gpu) == (None if fuses else refused)
+
+
+def test_whether_adagrad_fuses_on_gpus_follows_from_the_version() -> None:
+    assert _adagrad_fuses_on_gpus() or not torch_at_least(2, 13)
 
 
 @pytest.mark.parametrize(

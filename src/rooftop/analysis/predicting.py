@@ -275,6 +275,11 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
                     f"{program.name} cannot be predicted: its operators depend on values ({cause}), and a prediction "
                     "has only shapes; analyze it on a real machine instead"
                 ) from error
+            if type(cause).__name__ == "UnsupportedFakeTensorException":
+                raise InputError(
+                    f"{program.name} cannot be predicted: PyTorch {torch.__version__} cannot compute the shapes of "
+                    f"one of its operators ({cause}); analyze it on a real machine instead"
+                ) from error
             raise
     return counted.records
 

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,12 +108,13 @@ def _measure(rank: int, devices: Sequence[torch.device], sizes: Sequence[int], f
     backend, meeting = ("nccl" if device.type == "cuda" else "gloo"), f"file://{folder}/rendezvous"
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=count)
     rates: dict[str, dict[int, float]] = {"all_reduce": {}, "all_gather": {}}
+    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before PyTorch 2.13
     for size in sizes:
         whole = torch.ones(size // 4, device=device)
         part = torch.ones(size // 4 // count, device=device)
         seconds = _seconds(lambda whole=whole: dist.all_reduce(whole), device, size)  # type: ignore[misc]
         rates["all_reduce"][size] = 2 * (count - 1) / count * size / seconds
-        gather = lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part)  # noqa: E731
+        gather = lambda whole=whole, part=part: all_gather(whole, part)  # noqa: E731
         rates["all_gather"][size] = (count - 1) / count * size / _seconds(gather, device, size)
     if rank == 0:
         (folder / "rates.json").write_text(json.dumps(rates), encoding="utf-8")

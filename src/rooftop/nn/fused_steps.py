@@ -1,4 +1,5 @@
-"""Two faults of the fused steps of PyTorch's optimizers: version counters, and narrow parameters on CPUs.
+"""Which optimizers of PyTorch have a fused step, and two faults of these steps: version counters, and narrow parameters
+on CPUs.
 
 PyTorch raises a tensor's version counter at each change, but its fused steps change parameters without raising it
 (PyTorch 2.13, on CPUs and GPUs). Code that compares version counters would then take the parameters for unchanged.
@@ -51,6 +52,20 @@ def after_fused_steps(call: Callable[[list[Tensor]], object]) -> RemovableHandle
             call(changed)
 
     return register_optimizer_step_post_hook(after)
+
+
+def has_fused_step(kind: type[torch.optim.Optimizer], on_gpu: bool) -> bool:
+    """Whether PyTorch has a fused step for exactly this class of optimizers, on a GPU or on a CPU."""
+    if kind is torch.optim.Adagrad:
+        return not on_gpu or _adagrad_fuses_on_gpus()
+    return kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+@functools.cache
+def _adagrad_fuses_on_gpus() -> bool:
+    """PyTorch 2.11 has the kernel, but its Python code refuses parameters on GPUs. The change that accepts them also
+    sets this attribute."""
+    return hasattr(torch.optim.Adagrad([torch.zeros(1, device="cpu")], fused=True), "_step_supports_amp_scaling")
 
 
 def skips_parameters(kind: type[torch.optim.Optimizer], parameters: Iterable[Tensor]) -> bool:

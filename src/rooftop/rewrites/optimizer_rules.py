@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.nn.fused_steps import skips_parameters
+from rooftop.nn.fused_steps import has_fused_step, skips_parameters
 from rooftop.rewrites.candidates import Candidate, Rule, Times
-
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""Optimizers of PyTorch that have a fused step on CPUs and GPUs."""
 
 
 class FusedOptimizer(Rule):
@@ -44,8 +41,9 @@ class FusedOptimizer(Rule):
 
 def not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
     """Why `fused` cannot be applied to an optimizer; None if it can."""
-    if type(optimizer) not in FUSED:
-        return f"PyTorch has no fused {type(optimizer).__name__}"
+    on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    if not has_fused_step(type(optimizer), on_gpu):
+        return f"PyTorch {torch.__version__} has no fused {type(optimizer).__name__}{' on GPUs' if on_gpu else ''}"
     if all(group.get("fused") for group in optimizer.param_groups):
         return "it is already fused"
     if "step" in vars(optimizer):

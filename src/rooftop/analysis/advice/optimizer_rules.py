@@ -9,9 +9,8 @@ import torch
 from rooftop.analysis.findings import LEAST_GAIN, Findings
 from rooftop.analysis.kernel_times import watch_kernels
 from rooftop.analysis.report_contents import Advice
+from rooftop.nn.fused_steps import has_fused_step
 
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Optimizers for which PyTorch 2.11 has a fused kernel on a GPU."""
 MOST_MEMORY = 0.5  # largest share of the free memory for the copies of parameters, gradients and state
 
 
@@ -39,7 +38,7 @@ def fused_optimizer(findings: Findings) -> list[Advice]:
 
 
 def _can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
-    if type(optimizer) not in FUSED:
+    if not has_fused_step(type(optimizer), on_gpu=True):
         return False
     groups = optimizer.param_groups
     plain = not any(group.get("fused") or group.get("differentiable") for group in groups)
