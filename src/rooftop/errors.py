@@ -15,8 +15,8 @@ and why, and is the same on all ranks."""
 
 
 def reduced(error: Exception) -> tuple[Any, ...]:
-    """The `__reduce__` of errors whose constructor takes more than the message. Without it, a process could not read
-    such an error that another process raised."""
+    """A `__reduce__` for errors whose constructor takes more arguments than the message. It makes them picklable, so
+    that they can pass between processes."""
     return _restored, (type(error), error.args, vars(error))
 
 

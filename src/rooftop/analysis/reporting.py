@@ -259,8 +259,8 @@ def _coverage(rows: Sequence[OperatorRow], profile: Profile) -> float:
 
 
 def _thinned(curve: list[tuple[float, int]], points: int) -> list[tuple[float, int]]:
-    """Reduce the memory curve to about `points` points: divide it into parts with equal numbers of points, and keep the
-    lowest and the highest point of each part."""
+    """Reduce the memory curve to about `points` points. The curve is divided into parts with equal numbers of points,
+    and each part keeps its lowest and its highest point."""
     if len(curve) <= points:
         return curve
     stretch = -(-2 * len(curve) // points)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rooftop.ladder.python_climbing import SpeedClimb
 
 NEEDED = ("fp32", "fp16")
-"""The precisions of the ladders on a GPU."""
+"""Precisions whose ceilings the ladders compare with on a GPU."""
 
 
 def run(

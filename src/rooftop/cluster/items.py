@@ -303,8 +303,8 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
-    """The rows below the header. Columns without a name, as at the end of a spreadsheet's rows, must be empty in every
-    row, except for the last of them."""
+    """The rows below the header. Unnamed columns, such as a spreadsheet appends, must be empty in every row; only the
+    last of them may have values."""
     csv.field_size_limit(max(csv.field_size_limit(), MOST_CHARACTERS))
     with open(source, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = _csv_cells(file)

@@ -214,7 +214,7 @@ class _Progress:
             self._convert()
 
     def add_table(self, results: Any) -> None:
-        """Add the results of the next items as a pyarrow.RecordBatch with the schema `columns`. None of them failed."""
+        """Add the results of the next items, of which none failed: a pyarrow.RecordBatch with the schema `columns`."""
         self._convert()
         items = self.chunk.items[self.done : self.done + results.num_rows]
         self.tables.append(with_items(items, results))

@@ -8,8 +8,8 @@ launches kernels of Triton or CUDA C++ and runs PyTorch's own operators, and aut
 Rooftop, `repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls with the same facts. The
 results are identical bit for bit to those of Python.
 
-A compiled program calls no public functions. It calls operators through PyTorch's dispatcher, which passes the calls to
-`repeated_operator`.
+Compiled programs call operators through PyTorch's dispatcher instead of calling public functions. `repeated_operator`
+repeats these calls.
 
 The C++ code is compiled in the background, and stored in Rooftop's cache. The compilation starts at the latest at the
 second call of an operator of `declare(..., known=...)` with the same facts on a GPU. Until the C++ code is compiled,
@@ -104,7 +104,7 @@ def repeated_operator(name: str, run: Callable[..., Result], operator: Operator)
     Args:
         name: the operator's name.
         run: the function.
-        operator: how the operator is run in the call from which C++ learns.
+        operator: runs the operator in the observed call.
     """
 
     def function(*arguments: Any) -> Result:

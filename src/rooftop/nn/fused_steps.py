@@ -1,5 +1,4 @@
-"""Which optimizers of PyTorch have a fused step, and two faults of these steps: version counters, and narrow parameters
-on CPUs.
+"""Tell which of PyTorch's optimizers have a fused step, and work around two faults of these steps.
 
 PyTorch raises a tensor's version counter at each change, but its fused steps change parameters without raising it
 (PyTorch 2.13, on CPUs and GPUs). Code that compares version counters would then take the parameters for unchanged.

@@ -81,8 +81,8 @@ PLACE_S = 0.4
 LOOK_S = 1.0
 """Seconds between two checks of which rank waits for which other rank."""
 STUCK_S = 2.0
-"""The flight recorder is read whole only if no collective has begun or ended for this long, since that takes 0.1 s. Its
-numbers of collectives are read after half of this time without a launch (see `flight_records.progress`).
+"""Reading the whole flight recorder takes 0.1 s, so it is read only after no collective has begun or ended for this
+long. Its counts of collectives are read after half of this time without a launch (see `flight_records.progress`).
 """
 LEAVING_S = 60.0
 """Seconds that a program has to leave the block after a failure. Then the watching thread kills the process."""

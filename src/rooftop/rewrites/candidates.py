@@ -242,8 +242,8 @@ class Candidate:
         """Copy the model `original` for rules to change. The copy is in training or evaluation mode.
 
         Args:
-            arguments: the tensors that the user passes to the model. A model without parameters and buffers runs on the
-                GPU if one of these tensors is on the GPU.
+            arguments: the tensors that the user passes to the model. They determine the device of a model without
+                parameters and buffers: the GPU if one of them is there.
 
         Raises:
             TypeError: the model cannot be copied.

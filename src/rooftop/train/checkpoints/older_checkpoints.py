@@ -100,7 +100,7 @@ class OlderTensors:
 
 
 def _as_first(shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Mark this rank as the first holder of all its pieces, even of those that an earlier rank holds as well.
+    """Mark this rank as the first holder of all its pieces, including pieces that an earlier rank also holds.
     `put_together` skips pieces that are not `first`, but the rank reads only its own file."""
     return {
         name: Shard(tuple(replace(piece, first=True) for piece in shard.pieces), shard.padding)
