@@ -35,7 +35,7 @@ from rooftop.cost import Call, Cost, cost_of
 from rooftop.launch import fast_path, known_calls, lessons
 from rooftop.launch.fast_path import in_forward_mode, recording, recording_lists, requires_grad, transformed
 from rooftop.launch.known_calls import remembering
-from rooftop.launch.repeated_calls import repeated_operator
+from rooftop.launch.repeated_calls import repeat_overload, repeated_operator
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -136,9 +136,11 @@ def declare(
     implementation = run
     if known:
         changes = tuple(made._fields.index(each) for each in mutates)
-        operator = lessons.operators[overload] = lessons.Operator(raw, known if callable(known) else None, changes)
+        operator = lessons.Operator(raw, known if callable(known) else None, changes)
         if not mutates:
+            repeat_overload(overload)
             implementation = repeated_operator(name, run, operator)
+        lessons.operators[overload] = operator
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     if hasattr(made, "fake"):
         torch.library.register_fake(overload, _by_method(made, "fake"))

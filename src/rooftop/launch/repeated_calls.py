@@ -8,8 +8,9 @@ launches kernels of Triton or CUDA C++ and runs PyTorch's own operators, and aut
 Rooftop, `repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls with the same facts. The
 results are identical bit for bit to those of Python.
 
-Compiled programs call operators through PyTorch's dispatcher instead of calling public functions. `repeated_operator`
-repeats these calls.
+Compiled programs call operators by their overload in `torch.ops` instead of calling public functions.
+`repeat_overload` repeats these calls. Other callers use PyTorch's dispatcher, for example programs in C++:
+`repeated_operator` repeats their calls.
 
 The C++ code is compiled in the background, and stored in Rooftop's cache. The compilation starts at the latest at the
 second call of an operator of `declare(..., known=...)` with the same facts on a GPU. Until the C++ code is compiled,
@@ -41,6 +42,7 @@ __all__ = [
     "forget",
     "in_python",
     "reasons",
+    "repeat_overload",
     "repeated",
     "repeated_operator",
     "repeated_rows",
@@ -60,7 +62,7 @@ _blocks = 0  # number of open `in_python` blocks
 
 
 class _Function(NamedTuple):
-    """A function decorated by `repeated` or `repeated_rows`, or wrapped by `repeated_operator`.
+    """A function decorated by `repeated` or `repeated_rows`, or wrapped by `repeat_overload` or `repeated_operator`.
 
     Attributes:
         now: a list of one item: the C++ object that currently makes the calls, or None if Python makes the calls.
@@ -97,9 +99,30 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     return call
 
 
+def repeat_overload(overload: Any) -> None:
+    """Change an operator's `OpOverload`, so that its repeated calls run without Python and without PyTorch's dispatcher.
+    Compiled programs call operators by their overload.
+
+    The overload must be new: its hash is that of the function that it calls, which this function replaces.
+    """
+    dispatched = overload._op
+
+    def function(*arguments: Any, **options: Any) -> Any:
+        return dispatched(*arguments, **options)
+
+    function.__name__ = function.__qualname__ = overload.name()
+    place = _place_of(function)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls = place[0]
+        return (dispatched if calls is None else calls)(*arguments, **options)
+
+    overload._op = call
+
+
 def repeated_operator(name: str, run: Callable[..., Result], operator: Operator) -> Callable[..., Result]:
     """Wrap the function that computes an operator's results, so that repeated calls through PyTorch's dispatcher run
-    without this function. Compiled programs call operators through the dispatcher.
+    without this function.
 
     Args:
         name: the operator's name.
