@@ -940,6 +940,41 @@ def test_a_compilation_leaves_time_for_other_rules() -> None:
     assert limit(blocks, compiles, left_s=10.0) == (10.0, ""), "the whole model does not fit anyway"
 
 
+def test_a_compilation_comes_before_a_trial_after_which_there_is_no_time_for_it() -> None:
+    whole, quick = Forecast("compile", 9.0, 15.0), [Forecast("first", 5.0), Forecast("second", 1.0)]
+    times, gains = Times(10.0, ()), {"compile": 4.0, "second": 1.0}
+
+    def after_the_first(left_s: float) -> tuple[Rule, tuple[float, str]]:
+        rules = [whole, *quick]
+        forecasts = {each.name: (each.seconds(times), each.predicted_ms(times)) for each in rules}
+        order = TrialOrder(rules, forecasts, times, 0.2, 40.0, gain=lambda rule: gains[rule.name])
+        first = order.take(times, 40.0)
+        assert first is quick[0]
+        order.note_trial(first, 12.0)
+        following = order.peek(times, left_s)
+        rule = order.take(times, left_s)
+        assert rule is following
+        return rule, order.limit(rule, times, left_s)
+
+    assert after_the_first(28.0)[0] is quick[1], "there is time for both"
+    assert after_the_first(26.0) == (whole, (26.0, "")), "it may take all the time"
+    assert after_the_first(14.0)[0] is quick[1], "it is too late for the compilation"
+    gains["compile"] = 0.5
+    assert after_the_first(26.0)[0] is quick[1], "it would save less"
+
+
+def test_a_search_compiles_before_there_is_no_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Whole(Forecast):
+        kind = "compile"
+
+    own = [rule for rule in RULES if "compile" not in rule.name]
+    monkeypatch.setattr("rooftop.optimization.optimizing.RULES", own)  # frees the name
+    monkeypatch.setattr(Search, "_left_s", lambda search: 15.001)  # a trial takes longer than 1 ms
+    rules = [Forecast("first", 5.0), Forecast("second", 1.0), Whole("compile", 9.0, 15.0)]
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules)
+    assert [change.rule for change in found.changes][:3] == ["first", "compile", "second"], found.changes
+
+
 def test_rules_that_wait_for_the_cpp_compiler_come_after_other_quick_rules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -100,7 +100,7 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 
 def repeat_overload(overload: Any) -> None:
-    """Change an operator's `OpOverload`, so that its repeated calls run without Python and without PyTorch's dispatcher.
+    """Change an operator's `OpOverload`, so that its repeated calls run without Python and without the dispatcher.
     Compiled programs call operators by their overload.
 
     The overload must be new: its hash is that of the function that it calls, which this function replaces.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.nn.contents import Contents
-from rooftop.optimization.outcomes import same_values
+from rooftop.optimization.outcomes import same_each, same_values
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,13 @@ class _Was:
         of_gradient = None if gradient is None else cls.of(gradient)
         return cls(tensor, tensor.detach(), tensor.detach().clone(), tensor.requires_grad, of_gradient)
 
-    def differs(self) -> bool:
-        if self._moved() or not same_values(self.tensor.detach(), self.values):
+    def differs(self, same: bool | None = None) -> bool:
+        """Whether the tensor differs from its earlier state.
+
+        Args:
+            same: whether the tensor has its earlier values; None: compare them.
+        """
+        if self.moved() or not (same_values(self.tensor.detach(), self.values) if same is None else same):
             return True
         if not self.tensor.is_leaf:
             return False
@@ -51,7 +56,7 @@ class _Was:
         if not self.differs():
             return
         with torch.no_grad():
-            if self._moved():
+            if self.moved():
                 tensor.grad = None
                 tensor.data = self.place
             if not same_values(tensor.detach(), self.values):
@@ -65,7 +70,8 @@ class _Was:
     def _gradient(self) -> Tensor | None:
         return None if self.gradient is None else self.gradient.tensor
 
-    def _moved(self) -> bool:
+    def moved(self) -> bool:
+        """Whether the tensor now has other memory, or another layout, dtype or shape."""
         tensor, place = self.tensor, self.place
         if tensor.layout != torch.strided or tensor.dtype != place.dtype or tensor.shape != place.shape:
             return tensor.layout != place.layout or tensor.dtype != place.dtype or tensor.shape != place.shape
@@ -82,7 +88,9 @@ class Originals:
 
     def restore(self) -> str:
         """Restore all tensors. Return the name of a tensor that had changed, or ""."""
-        changed = [where for where, was in self.tensors.items() if was.differs()]
+        there = {where: was for where, was in self.tensors.items() if not was.moved()}
+        same = dict(zip(there, same_each([(was.tensor.detach(), was.values) for was in there.values()]), strict=True))
+        changed = [where for where, was in self.tensors.items() if was.differs(same.get(where))]
         for where in changed:
             self.tensors[where].restore()
         return changed[0] if changed else ""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rooftop.nn.contents import Contents
 from rooftop.optimization.draws import Draw
-from rooftop.optimization.outcomes import Step, outcome_of, same_values
+from rooftop.optimization.outcomes import Step, outcome_of, same_each
 
 
 def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Draw]) -> None:
@@ -42,8 +42,9 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
         ) from error
     outcome_of(step, model, model, drawn[0].given)  # the first call may compute values that later calls reuse
     originals = dict(original.named_parameters())  # `parameters` may be the model's own method
-    for name, own in model.named_parameters():
-        if not same_values(own, originals[name]):
+    parameters = dict(model.named_parameters())
+    for name, same in zip(parameters, same_each([(p, originals[n]) for n, p in parameters.items()]), strict=True):
+        if not same:
             raise ValueError(
                 f"optimize: a call changes the parameter {name}, but only an optimizer should change parameters"
             )
@@ -76,10 +77,13 @@ def _values(array: Any) -> Hashable:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    for where in sorted(before.keys() | after.keys()):
-        one, other = before.get(where), after.get(where)
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            if one is not other and not same_values(one, other):
+    names = sorted(before.keys() | after.keys())
+    pairs = {where: (before.get(where), after.get(where)) for where in names}
+    tensors: dict[str, Any] = {where: pair for where, pair in pairs.items() if all(isinstance(t, Tensor) for t in pair)}
+    same = dict(zip(tensors, same_each(list(tensors.values())), strict=True))
+    for where, (one, other) in pairs.items():
+        if where in same:
+            if one is not other and not same[where]:
                 return where
         elif isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
             return where

@@ -31,7 +31,7 @@ from rooftop.optimization.outcomes import (
     overlaps,
     poison,
     preserved,
-    same_values,
+    same_each,
     seed_all,
 )
 from rooftop.optimization.tensor_floats import InTensorFloats
@@ -90,6 +90,7 @@ class Gate:
         first_truth: the float64 outcome on the given inputs.
         shifts: for each draw, the float64 outcome on inputs changed by `SHIFT`; only for draws where this was needed.
         in_tensor_floats: for each draw, the original's outcome in TF32; only for draws where this was needed.
+        usual: the original's errors on the given inputs, by the result's name; only those that were needed.
         lowered: the original in a lower precision, which the user has allowed. A change must be as accurate as this
             model.
         more: draws inputs that resemble given arguments, to compare doubtful results on them. None: doubtful results
@@ -109,6 +110,7 @@ class Gate:
     first_truth: Outcome | None = None
     shifts: dict[str, Outcome | None] = field(default_factory=dict)
     in_tensor_floats: dict[str, tuple[Draw, Outcome | None]] = field(default_factory=dict)
+    usual: dict[str, float] = field(default_factory=dict)
     lowered: Candidate | None = None
     more: Callable[[Arguments], Draw] | None = None
     more_s: float = 0.0
@@ -231,7 +233,7 @@ class Gate:
     def lower(self, lowered: Candidate) -> Gate:
         """A gate for candidates that run in the same lower precision as the candidate `lowered`."""
         known = [replace(each, eager=self._eager(lowered, each.draw.given)) for each in self.known]
-        return replace(self, known=known, lowered=lowered)
+        return replace(self, known=known, usual={}, lowered=lowered)
 
     def _eager(self, lowered: Candidate | None, given: Arguments) -> Outcome:
         if lowered is None:
@@ -338,7 +340,8 @@ class Gate:
         than allowed are doubtful, and are compared on more inputs.
         """
         worst, doubtful = 0.0, {}
-        for name, value in got.items():
+        same = same_each([(value, known.eager.values[name]) for name, value in got.items()])
+        for name, value in (pair for pair, equal in zip(got.items(), same, strict=True) if not equal):
             try:
                 worst = max(worst, self._compare_one_of(known, name, value, what))
             except InaccurateError as error:
@@ -439,8 +442,6 @@ class Gate:
     def _compare_one(self, name: str, got: Tensor, eager: Tensor, truth: Tensor | None, what: str) -> float:
         if got.shape != eager.shape or got.dtype != eager.dtype or got.device != eager.device:
             raise RefusedError(f"{what}: {name} is {_kind(got)}, the original's {_kind(eager)}")
-        if same_values(got, eager):
-            return 0.0
         if truth is None or not got.is_floating_point() or self.exact_only:
             why = f": {self.exact_only}" if self.exact_only else ""
             raise RefusedError(
@@ -452,7 +453,9 @@ class Gate:
         """The original's largest error in the result `name` on the user's own inputs. Drawn inputs are not used: on
         constant inputs the original may be exact by luck.
         """
-        return _error(self.known[0].eager, self.known[0].truth, name)
+        if name not in self.usual:
+            self.usual[name] = _error(self.known[0].eager, self.known[0].truth, name)
+        return self.usual[name]
 
 
 def doubled(given: Arguments) -> Arguments:
@@ -504,8 +507,10 @@ def _unchanged(known: Known, before: Outcome) -> None:
     """Raise RefusedError if a second call has overwritten the results of the first, which the caller owns. `before` is
     the outcome of the first call.
     """
-    for i, result in enumerate(before.results):
-        if result.layout == torch.strided and not same_values(result.detach(), before.values[f"result {i}"]):
+    strided = {i: result.detach() for i, result in enumerate(before.results) if result.layout == torch.strided}
+    same = same_each([(result, before.values[f"result {i}"]) for i, result in strided.items()])
+    for i, equal in zip(strided, same, strict=True):
+        if not equal:
             raise RefusedError(f"{known.draw.what}: result {i} was changed by the next call")
 
 
@@ -534,10 +539,7 @@ def _same_bits(one: Outcome, other: Outcome) -> bool:
     return (
         one.structure == other.structure
         and one.values.keys() == other.values.keys()
-        and all(
-            value.shape == other.values[name].shape and same_values(value, other.values[name])
-            for name, value in one.values.items()
-        )
+        and all(same_each([(value, other.values[name]) for name, value in one.values.items()]))
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,11 @@ from rooftop.optimization.draws import Arguments, Draw, tensors_of
 from rooftop.rewrites.structures import mapped, signature
 
 SEED = 20_240_229
+_USUAL = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)
+"""Dtypes whose elements PyTorch compares on every device."""
 DELAY_CYCLES = 4_000_000
 """2 ms on a GPU: longer than the host takes to launch a small model."""
 
@@ -187,12 +192,41 @@ def _has_strides(tensor: Tensor) -> bool:
 
 
 def same_values(one: Tensor, other: Tensor | None) -> bool:
-    """Whether two tensors have the same shape, dtype and values; NaN equals NaN."""
+    """Whether two tensors have the same shape, dtype, device and values; NaN equals NaN."""
     if other is None or one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    if one.device != other.device:
         return False
     if one.layout != torch.strided:
         one, other = one.to_dense(), other.to_dense()
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def same_each(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> list[bool]:
+    """`same_values` of each pair of tensors. The host waits for a GPU once for all pairs, not once for each pair.
+
+    Pairs that contain a NaN, and tensors of unusual dtypes, are then compared one by one.
+    """
+    flags: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    with torch.no_grad():
+        for i, (one, other) in enumerate(pairs):
+            if other is not None and _compares_elements(one, other):
+                flags.setdefault(one.device, []).append((i, (one == other).all()))
+    equal: set[int] = set()
+    for found in flags.values():
+        truths = torch.stack([flag for _, flag in found]).tolist()
+        equal |= {i for (i, _), truth in zip(found, truths, strict=True) if truth}
+    return [i in equal or same_values(*pair) for i, pair in enumerate(pairs)]
+
+
+def _compares_elements(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.layout == other.layout == torch.strided
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.device == other.device
+        and one.dtype in _USUAL
+    )
 
 
 def seed_all(seed: int, model: nn.Module) -> None:
@@ -282,9 +316,16 @@ def preserved(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for buffer, values in before:
-                    if not same_values(buffer, values):  # a write of equal values also raises the version counter
-                        buffer.copy_(values)
+                restore(before)
+
+
+def restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy values to tensors; `pairs` has each tensor with its values. Tensors that have these values are not written,
+    because a write of equal values also raises the version counter.
+    """
+    for (tensor, values), same in zip(pairs, same_each(pairs), strict=True):
+        if not same:
+            tensor.copy_(values)
 
 
 def poison(outcome: Outcome) -> None:

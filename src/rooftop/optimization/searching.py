@@ -154,7 +154,7 @@ class Search:
         forecasts = {rule.name: of for rule in possible if (of := self._forecast(rule, times)) is not None}
         known = [rule for rule in possible if rule.name in forecasts]
         unsure = self.min_gain if self._builder.plain.device.type == "cuda" else max(self.min_gain, UNSURE_ON_CPU)
-        self._order = TrialOrder(known, forecasts, times, unsure * wall, self._left_s(), self._ready)
+        self._order = TrialOrder(known, forecasts, times, unsure * wall, self._left_s(), self._ready, self._gain_ms)
         order: list[Rule] = []
         while self._order.waiting:
             following = self._order.peek(self._profiles.now, self._left_s())
@@ -171,6 +171,8 @@ class Search:
             order.append(rule)
             change = self._tried(rule, forecasts[rule.name][1])
             self.changes.append(change)  # `_tried` may have replaced the list `self.changes`
+            if change.measured_ms is not None:
+                self._order.note_trial(rule, self._trial_s[rule.name])
         self._try_again(order, forecasts, promising=False, until=self.ends)
 
     def _try_again(
@@ -281,6 +283,15 @@ class Search:
         except Exception as error:
             self.changes.append(Change(rule.name, "failed", f"its prediction: {in_a_line(error)}"))
             return None
+
+    def _gain_ms(self, rule: Rule) -> float:
+        """The predicted gain of a rule together with the kept rules, except those that it replaces first; 0 if the
+        prediction fails."""
+        replaced = self._replaced(rule)[0]
+        try:
+            return self._profiles.predicted(rule, [kept for kept in self.kept if kept not in replaced])
+        except Exception:  # the trial fails in the same way, and reports it
+            return 0.0
 
     def _ready(self, rule: Rule) -> bool:
         """Whether a rule can be tried now. While the C++ launcher of our kernels is compiled, Python launches them, and

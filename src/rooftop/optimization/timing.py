@@ -21,7 +21,7 @@ from rooftop.hardware.sequences import synchronize
 from rooftop.hardware.timing import LEAST_SAMPLES, Timing, compare, compare_slow
 from rooftop.optimization.draws import Arguments
 from rooftop.optimization.forecasts import OperatorClock, fusable_of
-from rooftop.optimization.outcomes import Step, anew, preserved, same_values
+from rooftop.optimization.outcomes import Step, anew, preserved, restore
 from rooftop.rewrites.candidates import Call, Candidate, OptimizerStep, Times
 from rooftop.rewrites.convolution_rules import bias_ms, convolutions_of
 from rooftop.rewrites.optimizer_rules import fused, not_fusable
@@ -61,9 +61,8 @@ def untouched(model: nn.Module, *candidates: Candidate) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for parameter, values, gradient in before:
-                    if values is not None and not same_values(parameter, values):
-                        parameter.copy_(values)
+                restore([(parameter, values) for parameter, values, _ in before if values is not None])
+                for parameter, _, gradient in before:
                     parameter.grad = gradient
             for optimizer, state in zip(optimizers, states, strict=True):
                 optimizer.state = state

@@ -3,7 +3,8 @@
 Rules that save memory come first, since they are kept although they make a step slower. Rules that apply at once,
 without compiling, come next, by their predicted gain. Rules that compile follow, by their gain per second until the
 first call is done. Rules that apply at once but are predicted to make a step slower come last. The whole model is
-compiled while there is still time for it, so that a model is not left slower than with torch.compile.
+compiled while there is still time for it, so that a model is not left slower than with torch.compile: if another trial
+of a rule that applies at once would use up this time, the whole model is compiled before.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class TrialOrder:
         left_s: seconds that are left for the search.
         ready: whether a rule can be tried now. Rules that apply at once but are not ready come after rules that are
             ready.
+        gain: the predicted gain in ms of a rule together with the rules that are kept by now; None: the forecast.
     """
 
     def __init__(
@@ -55,21 +57,31 @@ class TrialOrder:
         loss_ms: float,
         left_s: float,
         ready: Callable[[Rule], bool] = lambda rule: True,
+        gain: Callable[[Rule], float] | None = None,
     ) -> None:
         self._ready = ready
+        self._gain = gain or (lambda rule: forecasts[rule.name][1])
+        self._trial_s = 0.0  # seconds of the last trial of a rule that applies at once; 0 before the first
+        self._last_chance = False  # whether the rule that was taken last had its last chance
         self._forecasts, self._loss_ms, self._pace = forecasts, loss_ms, 1.0
         self.waiting = sorted(rules, key=self._urgency)
         self._first = self._too_late(times, left_s)
 
     def peek(self, times: Times, left_s: float) -> Rule:
         """The rule to try next, without removing it from the waiting rules."""
-        return self._first or self._next(times, left_s)
+        return self._first or self._soon_too_late(times, left_s) or self._next(times, left_s)
 
     def take(self, times: Times, left_s: float) -> Rule:
         """Remove the rule to try next from the waiting rules, and return it."""
         rule, self._first = self.peek(times, left_s), None
+        self._last_chance = rule is self._soon_too_late(times, left_s)
         self.waiting.remove(rule)
         return rule
+
+    def note_trial(self, rule: Rule, seconds: float) -> None:
+        """Note the seconds of a rule's trial, with its timing and its proof."""
+        if self._forecasts[rule.name][0] <= 0:
+            self._trial_s = seconds
 
     def seconds(self, rule: Rule, times: Times) -> float:
         """The estimated seconds until a rule's first call is done: the rule's own estimate, scaled by the ratio of the
@@ -96,13 +108,18 @@ class TrialOrder:
 
         A rule may take all the time that is left, with two exceptions. Compiling blocks leaves time to compile the
         whole model, if there is enough. If the whole model is compiled first of all, part of the time is reserved for
-        the rules that apply at once, because compiling may take longer than estimated.
+        the rules that apply at once, because compiling may take longer than estimated, except if this is the last time
+        at which the whole model can be compiled.
         """
         whole, seconds = self._waiting_for(WHOLE), self.seconds(rule, times)
         if rule.name == BLOCKS and whole is not None and (needed := self.seconds(whole, times)) < left_s:
             return min(left_s, max(LIMIT_OF_BLOCKS * seconds, left_s - needed)), WHOLE
         forecasts = [self._forecasts[each.name] for each in self.waiting]
-        if rule.name == WHOLE and any(seconds <= 0 < gain_ms for seconds, gain_ms in forecasts):
+        if (
+            rule.name == WHOLE
+            and not self._last_chance
+            and any(seconds <= 0 < gain_ms for seconds, gain_ms in forecasts)
+        ):
             return (1 - LEFT_AT_ONCE) * left_s, "the other rules"
         return left_s, ""
 
@@ -133,6 +150,15 @@ class TrialOrder:
             return None
         others = [self._forecasts[rule.name][1] for rule in self.waiting if rule.kind != whole.kind]
         return whole if self._forecasts[WHOLE][1] >= max(others, default=0.0) else None
+
+    def _soon_too_late(self, times: Times, left_s: float) -> Rule | None:
+        """The rule that compiles the whole model, if there would be no time for it after one more trial of a rule that
+        applies at once, and if it is predicted to save more than all waiting rules of this kind together."""
+        whole = self._waiting_for(WHOLE)
+        if whole is None or not 0.0 <= left_s - self.seconds(whole, times) < self._trial_s:
+            return None
+        others = [max(0.0, self._gain(rule)) for rule in self.waiting if self._forecasts[rule.name][0] <= 0]
+        return whole if self._gain(whole) > sum(others) else None
 
     def _next(self, times: Times, left_s: float) -> Rule:
         """The rule to try next: the first waiting rule. But if this rule compiles the whole model or its blocks, the
