@@ -115,11 +115,8 @@ class TrialOrder:
         if rule.name == BLOCKS and whole is not None and (needed := self.seconds(whole, times)) < left_s:
             return min(left_s, max(LIMIT_OF_BLOCKS * seconds, left_s - needed)), WHOLE
         forecasts = [self._forecasts[each.name] for each in self.waiting]
-        if (
-            rule.name == WHOLE
-            and not self._last_chance
-            and any(seconds <= 0 < gain_ms for seconds, gain_ms in forecasts)
-        ):
+        others = any(seconds <= 0 < gain_ms for seconds, gain_ms in forecasts)
+        if rule.name == WHOLE and others and not self._last_chance:
             return (1 - LEFT_AT_ONCE) * left_s, "the other rules"
         return left_s, ""
 
