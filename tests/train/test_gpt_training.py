@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rooftop.cli import train as command
 from rooftop.cli.main import main
-from rooftop.cli.train import advice
+from rooftop.cli.train_texts import advice
 from rooftop.cost.roofs import roof
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import ceilings_of
