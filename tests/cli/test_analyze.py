@@ -155,6 +155,7 @@ def test_photographs_are_an_input(run: Run, tmp_path: Path) -> None:
         (["NET:Raises", "--input", "2x2"], 1, "Raises raised KeyError for inputs 2x2:float32: 'missing feature'"),
         (["NET:ready", "--input", "2x3"], 1, "Linear raised RuntimeError for inputs 2x3:float32"),
         (["resnet18", "--input", "2x4x224x224"], 1, "for inputs 2x4x224x224:float32"),
+        (["resnet18", "--input", "2x4x32x32"], 1, "If the model needs other inputs: --input 8x3x224x224"),
         (["resnet18", "--input", "2x-3"], 2, "neither a shape"),
         (["resnet18", "--input", "2x3:complex9"], 2, "unknown dtype 'complex9'"),
         (["resnet18", "--input", "missing/"], 2, "nor an existing photograph"),

@@ -32,7 +32,7 @@ from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.targets import DTYPES, Target, resolve_target
+from rooftop.cli.targets import DTYPES, OTHER_INPUTS, Target, resolve_target
 from rooftop.cli.words import Words
 from rooftop.errors import CeilingsFileError, InputError, MeasurementError, ModelRunError, TargetError
 from rooftop.hardware.ceilings import Ceilings, ceilings_of
@@ -100,7 +100,7 @@ def run(
                 run.resume()
         return run.status
     launches = _counted(words) if counters else []
-    with progress_bar() as progress:
+    with progress_bar() as progress, _naming_the_inputs():
         if machine is not None:
             report = _predicted(target, inputs, train, kind, machine)
         else:
@@ -177,6 +177,17 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
         if run.status == 0:
             raise InputError(run.problem)
         click.echo(f"rooftop: no report: {run.problem}", err=True)
+
+
+@contextmanager
+def _naming_the_inputs() -> Iterator[None]:
+    """Add to an error of the model how to give it other inputs."""
+    try:
+        yield
+    except ModelRunError as error:
+        if "ran out of memory" in str(error):
+            raise
+        raise ModelRunError(f"{error}. {OTHER_INPUTS}") from error.__cause__
 
 
 def _on_each_rank(work: Callable[[], Target]) -> Target:

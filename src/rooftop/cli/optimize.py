@@ -16,7 +16,7 @@ from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import check_outputs, write_json
 from rooftop.cli.progress import progress_bar
-from rooftop.cli.targets import DTYPES, resolve_target
+from rooftop.cli.targets import DTYPES, OTHER_INPUTS, resolve_target
 from rooftop.errors import InputError, ModelRunError, RooftopError, TargetError
 from rooftop.optimization import Change, Optimized, optimize
 from rooftop.optimization.draws import in_words
@@ -83,10 +83,7 @@ def run(
             if isinstance(error, RooftopError) or not (type(error) is RuntimeError or _is_of_the_model(error)):
                 raise  # not an error of PyTorch's operators or of the user's model
             given = in_words((found.args, dict(found.kwargs)))
-            raise ModelRunError(
-                f"{target} raised {in_a_line(error)} for the inputs {given}. If the "
-                "model needs other inputs: --input 8x3x224x224, or --input 2x16:int64:HIGH for integers below HIGH"
-            ) from error
+            raise ModelRunError(f"{target} raised {in_a_line(error)} for the inputs {given}. {OTHER_INPUTS}") from error
         except KeyboardInterrupt:
             if save is not None:
                 click.echo(f"{save} was not written", err=True)

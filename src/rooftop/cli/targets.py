@@ -43,6 +43,10 @@ DTYPES = {
 """Names of dtypes for --input."""
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
 """Names of dtypes for --dtype."""
+OTHER_INPUTS = (
+    "If the model needs other inputs: --input 8x3x224x224, or --input 2x16:int64:HIGH for integers below HIGH"
+)
+"""Advice after an error that a model raised."""
 
 
 @dataclass(frozen=True)
