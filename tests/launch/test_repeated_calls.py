@@ -30,7 +30,7 @@ from rooftop.kernels.softmaxes import clusters, plans, tables
 from rooftop.kernels.softmaxes.tables import ClusterConfig
 from rooftop.launch import INTERPRETED, count_launches, cpp_extensions, cuda, known_calls, native_calls, repeated_calls
 from rooftop.launch.cpp_extensions import Extension
-from rooftop.launch.lessons import MORE_THAN_FACTS, Lesson, lesson_of
+from rooftop.launch.lessons import Lesson, lesson_of
 from rooftop.launch.recorded_calls import Backward
 from rooftop.models.vision.resnet import Bottleneck, ResNet
 from rooftop.torch_versions import torch_at_least
@@ -593,15 +593,33 @@ def test_operators_of_a_compiled_program(device: str, made: Callable[[], int]) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_operators_whose_decisions_depend_on_settings_stay_in_python(device: str, made: Callable[[], int]) -> None:
+def test_float32_products_follow_the_switch_of_their_precision(device: str, made: Callable[[], int]) -> None:
     skip_without_kernels(device)
-    packed, bias = torch.randn(1, 2, 2, 12, device=device), torch.randn(2, 4, 4, device=device)
-    compiled = torch.compile(lambda: kernels.window_attention(packed, bias, 2, (2, 2)), backend="aot_eager")
-    repeated_calls.reasons.pop("rooftop::window_attention", None)
-    with torch.no_grad():
-        assert same(several(compiled))
-    assert made() == 0
-    assert repeated_calls.reasons["rooftop::window_attention"] == MORE_THAN_FACTS.format("window_attention")
+    packed, bias = torch.randn(1, 8, 8, 96, device=device), torch.randn(2, 16, 16, device=device)
+    x, weight = (torch.randn(64, 64, device=device, requires_grad=True) for _ in range(2))
+
+    def products() -> list[Tensor]:
+        y = kernels.linear_act(x, weight, None, "gelu")
+        with torch.no_grad():
+            attended = kernels.window_attention(packed, bias, 2, (4, 4))
+        return [attended, y, *torch.autograd.grad(y.sum(), [x, weight])]
+
+    switch = torch.backends.cuda.matmul
+    before, found = switch.fp32_precision, list[list[Tensor]]()
+    try:
+        for precision in ("tf32", "ieee", "tf32"):
+            switch.fp32_precision = precision
+            with repeated_calls.in_python():
+                expected = products()
+            several(products)
+            made()
+            assert same([expected, *several(products, 3)])
+            assert made() >= 6, repeated_calls.reasons  # at least forward of both
+            found.append(expected)
+    finally:
+        switch.fp32_precision = before
+    assert same([found[0], found[2]])
+    assert same(found[:2]) == (device == "cpu")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -28,12 +28,10 @@ class Operator(NamedTuple):
 
     Attributes:
         run: computes the results from the arguments.
-        settings: a function from the arguments to other values on which the operator's decisions depend, or None.
         changes: indices of the arguments that the operator changes.
     """
 
     run: Callable[..., Any]
-    settings: Callable[[Sequence[Any]], Any] | None
     changes: tuple[int, ...] = ()
 
 
@@ -265,13 +263,7 @@ class Lesson(Observer):
         if any(self.source(args[i]) not in self.owned for i in operator.changes):
             self.refuse(f"{func._opname} changes a tensor of the caller")
         with self:
-            return self.operated(operator, func._opname, args)
-
-    def operated(self, operator: Operator, name: str, arguments: Sequence[Any]) -> Any:
-        """Run an operator of Rooftop as part of the observed call."""
-        if operator.settings is not None and operator.settings(arguments) is not None:
-            self.refuse(MORE_THAN_FACTS.format(name))
-        return operator.run(*arguments)
+            return operator.run(*args)
 
     def called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
         """Record a call of one of PyTorch's operators."""

@@ -118,7 +118,8 @@ def declare(
         known: whether all decisions of `run` depend only on shapes, strides, dtypes, alignment, device, and arguments
             that are not tensors. Calls can then repeat the decisions of an earlier call (known_calls.py). If
             decisions also depend on settings, pass a function that gets the arguments and returns the values of these
-            settings as one hashable object. "itself": `run` itself caches its decisions.
+            settings as one hashable object. These settings must be among the modes that `put_modes` in
+            `repeated_calls.cpp` compares. "itself": `run` itself caches its decisions.
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
@@ -136,10 +137,10 @@ def declare(
     implementation = run
     if known:
         changes = tuple(made._fields.index(each) for each in mutates)
-        operator = lessons.Operator(raw, known if callable(known) else None, changes)
+        operator = lessons.Operator(raw, changes)
         if not mutates:
             repeat_overload(overload)
-            implementation = repeated_operator(name, run, operator)
+            implementation = repeated_operator(name, run, raw)
         lessons.operators[overload] = operator
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     if hasattr(made, "fake"):

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rooftop.launch import known_calls, native_calls
 from rooftop.launch.call_plans import Places, Unplanned, plan_of
-from rooftop.launch.lessons import Lesson, Operator
+from rooftop.launch.lessons import Lesson
 from rooftop.launch.native_calls import HOPELESS, ask, build, calls_made, reasons, state, wait
 from rooftop.launch.recorded_calls import recording_of
 
@@ -120,19 +120,18 @@ def repeat_overload(overload: Any) -> None:
     overload._op = call
 
 
-def repeated_operator(name: str, run: Callable[..., Result], operator: Operator) -> Callable[..., Result]:
+def repeated_operator(name: str, run: Callable[..., Result], raw: Callable[..., Result]) -> Callable[..., Result]:
     """Wrap the function that computes an operator's results, so that repeated calls through PyTorch's dispatcher run
     without this function.
 
     Args:
         name: the operator's name.
         run: the function.
-        operator: runs the operator in the observed call.
+        raw: the function without caches of its own, which runs in the observed call.
     """
 
     def function(*arguments: Any) -> Result:
-        lesson = known_calls.lesson_here()
-        return run(*arguments) if lesson is None else lesson.operated(operator, name, arguments)  # type: ignore[no-any-return]
+        return (run if known_calls.lesson_here() is None else raw)(*arguments)
 
     function.__name__ = function.__qualname__ = f"rooftop::{name}"
     place = _place_of(function)

@@ -37,7 +37,6 @@ from rooftop.kernels.operands.autocasting import cast_beside_residual, under_aut
 from rooftop.kernels.operands.checks import check_choice, check_same_dtype, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.padded_rows import LEAST_PADDED, missing_columns, padded
-from rooftop.launch import known_calls
 from rooftop.launch.fast_path import computed_on_cpu, unwatched
 from rooftop.launch.operators import declare, keeps_for_backward, without_autocast
 from rooftop.launch.repeated_calls import repeated
@@ -91,8 +90,6 @@ class LinearAct(NamedTuple):
     rounded: bool = False
 
     def run(self) -> tuple[Tensor, Tensor]:
-        if self.x.dtype == torch.float32:
-            known_calls.depends("products of float32 depend on whether TF32 is allowed")
         plan = plan_of(*self[:6])
         return self.in_pytorch() if plan.backend == "reference" else launches.forward(plan, *self)
 

@@ -417,8 +417,6 @@ def _product(features: Tensor) -> WordConstants:
     """The precision of products of tiles. Products of float32 use TF32 if PyTorch allows TF32 for convolutions."""
     if features.dtype != torch.float32:
         return _HALF_PRODUCT
-    if features.is_cuda:
-        known_calls.depends("PyTorch's switch for TF32")
     tf32 = matrix_precision(features, convolution=True) == "tf32"
     return {"PRECISION": "tf32" if tf32 else "ieee", "WIDEN": INTERPRETED, "BY_BLOCK": not tf32}
 
