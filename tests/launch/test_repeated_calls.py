@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import inspect
+import itertools
 import subprocess
 import threading
 import time
@@ -639,6 +640,25 @@ def test_the_newer_switches_of_float32_precision(device: str, switch: Any, made:
             assert made()
     finally:
         switch.fp32_precision = before
+
+
+@needs_kernels
+def test_calls_in_another_precision_of_products_have_other_facts(made: Callable[[], int]) -> None:
+    switches: list[Any] = [torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.cudnn.conv]
+    before = [each.fp32_precision for each in switches]
+    x, found = torch.randn(4, 8), dict[bytes, tuple[str, str]]()
+    try:
+        for switch, precision in itertools.product((*switches, *switches), ("tf32", "ieee", "none")):
+            switch.fp32_precision = precision
+            known_calls.forget()
+            kernels.softmax(x, -1)
+            (facts,) = {each for seen in repeated_calls._seen.values() for each in seen}
+            precisions = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+            assert found.setdefault(facts, precisions) == precisions
+    finally:
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision
+    assert len(set(found.values())) >= 4
 
 
 @pytest.mark.parametrize("device", DEVICES)
