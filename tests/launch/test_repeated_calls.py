@@ -642,6 +642,28 @@ def test_the_newer_switches_of_float32_precision(device: str, switch: Any, made:
         switch.fp32_precision = before
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_may_be_an_expanded_result_of_an_operator(device: str, made: Callable[[], int]) -> None:
+    """The gradient of a mean divides the slope, and expands the quotient."""
+    skip_without_kernels(device)
+    x, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((3, 5, 8), (3, 1, 1)))
+
+    def step() -> list[Tensor]:
+        x.grad = weight.grad = None
+        for dims, keep in ((1, True), ((0, 2), False), (None, False)):  # three gradients are accumulated
+            (kernels.mean(x, dims, keep) * weight).square().sum().backward()
+        assert x.grad is not None
+        assert weight.grad is not None
+        return [x.grad, weight.grad]
+
+    with repeated_calls.in_python():
+        expected = step()
+    several(step)
+    made()
+    assert same([expected, *several(step, 3)])
+    assert made() == 18, repeated_calls.reasons
+
+
 @needs_kernels
 def test_calls_in_another_precision_of_products_have_other_facts(made: Callable[[], int]) -> None:
     switches: list[Any] = [torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.cudnn.conv]

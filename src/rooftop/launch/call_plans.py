@@ -151,11 +151,13 @@ class Places:
 
     def of_gradient(self, gradient: Tensor | None) -> Result:
         """The location of a gradient in memory, as a `Result` of the plan. The gradient may also be a view of a given
-        tensor, such as an expanded output gradient.
+        tensor, such as an expanded output gradient, or of a tensor that an operator of PyTorch has computed.
         """
         source = None if gradient is None else self.lesson.source(gradient)
-        if gradient is None or source is None or source >= len(self.lesson.given):
+        if gradient is None or source is None:
             return self.of_result(gradient)
+        if source >= len(self.lesson.given):
+            return self._of_computed(gradient, source) or self.of_result(gradient)
         if type(gradient) is not Tensor or gradient.dtype != self.lesson.given[source].dtype:
             raise Unplanned("a gradient is neither computed by an observed launch nor a view of a given tensor")
         offset = int(gradient.storage_offset() - self.lesson.given[source].storage_offset())
@@ -165,6 +167,18 @@ class Places:
                 raise Unplanned("a gradient is a view of a given tensor whose sizes vary")
             if source in self.lesson.shapes:
                 return Result(source, ANY, ANY)
+        return Result(source, tuple(gradient.shape), gradient.stride(), offset)
+
+    def _of_computed(self, gradient: Tensor, source: int) -> Result | None:
+        """The location of a gradient that is a part of an operator's result, or an expanded result. None if it is the
+        whole result, or was not computed by an operator of PyTorch.
+        """
+        made, fresh = self.lesson.sources[source], source in self.lesson.fresh and self.lesson.is_used(source)
+        if not fresh or self.lesson.varies or type(gradient) is not Tensor or self.of(gradient) is not None:
+            return None
+        if gradient.dtype != made.dtype:
+            raise Unplanned("a gradient has another dtype than the memory that it views")
+        offset = int(gradient.storage_offset() - made.storage_offset())
         return Result(source, tuple(gradient.shape), gradient.stride(), offset)
 
     def of_argument(self, tensor: Tensor) -> int:
