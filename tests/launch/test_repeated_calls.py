@@ -327,6 +327,67 @@ def test_recomputation(reentrant: bool, made: Callable[[], int]) -> None:
     assert made()
 
 
+HOOKED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "layer_norm": (lambda x, w: kernels.layer_norm(x, 8, w), ((2, 3, 8), (8,))),
+    "add_rms_norm": (lambda x, r, w: kernels.add_rms_norm(x, r, 8, w), ((2, 3, 8), (2, 3, 8), (8,))),
+    "softmax": (lambda x: kernels.softmax(x, -1), ((3, 8),)),
+    "softmax of tokens": (lambda x: kernels.softmax(x, -1), ((2, 3, 8),)),
+    "linear_act": (lambda x, w: kernels.linear_act(x, w, None, "silu"), ((2, 3, 8), (5, 8))),
+    "attention": (kernels.attention, ((1, 2, 16, 8),) * 3),
+    "swiglu": (kernels.swiglu, ((2, 3, 8), (2, 3, 8))),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_see_the_same_tensors_in_each_call(name: str, made: Callable[[], int]) -> None:
+    function, shapes = HOOKED[name]
+    inputs = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+
+    def call() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        packed, unpacked = list[Tensor](), list[Tensor]()
+
+        def pack(tensor: Tensor) -> int:
+            packed.append(tensor.detach().clone())
+            return len(packed) - 1
+
+        def unpack(place: int) -> Tensor:
+            unpacked.append(packed[place])
+            return packed[place].clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            y = function(*inputs)
+        y = y[0] if isinstance(y, tuple) else y
+        return list(torch.autograd.grad(y.sin().sum(), inputs)), packed, unpacked
+
+    with repeated_calls.in_python():
+        expected = call()
+    several(call)  # all calls are hooked, also the observed one
+    made()
+    for found in several(call, 2):
+        for each, other in zip(found, expected, strict=True):
+            assert same([each, other])
+    assert made() == 4, repeated_calls.reasons
+
+
+@needs_kernels
+def test_checkpointed_blocks_are_repeated(made: Callable[[], int]) -> None:
+    x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+
+    def block(x: Tensor) -> Tensor:
+        return kernels.swiglu(kernels.rms_norm(x, 8, weight), x)
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(checkpoint(block, x, use_reentrant=False).square().sum(), (x, weight))
+
+    with repeated_calls.in_python():
+        expected = step()
+    several(step)
+    made()
+    assert same([expected, *several(step, 3)])
+    assert made() == 3 * 6, repeated_calls.reasons  # two operators: forward, forward again, and backward
+
+
 @needs_kernels
 def test_nothing_is_kept_alive(made: Callable[[], int]) -> None:
     def step() -> weakref.ref[Tensor]:

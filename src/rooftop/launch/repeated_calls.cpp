@@ -685,6 +685,7 @@ struct WeakTensor {
 struct Recorded : torch::autograd::Node {
   std::shared_ptr<Recording> how;
   std::vector<SavedVariable> saved;
+  std::unordered_map<size_t, uint32_t> reshaped;  // saved results, without history and in another shape, and their numbers
   std::vector<std::optional<WeakTensor>> weak;
   bool released = false;
 
@@ -726,6 +727,10 @@ struct Recorded : torch::autograd::Node {
     const NodePointer self = pointer_to<NodePointer>(this);
     for (size_t i = 0; i < saved.size(); ++i) {
       Tensor tensor = saved[i].unpack(how->kept[i].output ? self : NodePointer());
+      if (const auto found = reshaped.find(i); found != reshaped.end()) {
+        tensor = tensor.detach().view_symint(input_metadata(found->second).shape_as_dim_vector());
+        torch::autograd::impl::set_gradient_edge(tensor, {self, found->second});
+      }
       if (how->kept[i].sizes != ANY && tensor.sizes() != at::IntArrayRef(how->kept[i].sizes)) tensor = tensor.view(how->kept[i].sizes);
       kept.push_back(tensor);
     }
@@ -825,7 +830,15 @@ struct Recorded : torch::autograd::Node {
 #endif
 };
 
-void record(const std::shared_ptr<Recording>& how, const Plan& plan, const Tensors& tensors, const Made& made) {
+// The index of the plan's result that is this kept tensor; the number of results if there is none.
+size_t result_of(const Plan& plan, const Kept& kept) {
+  const auto found = std::find_if(plan.results.begin(), plan.results.end(), [&](const View& v) { return v.source == kept.source; });
+  return found - plan.results.begin();
+}
+
+// Make autograd's node of a call. Hooks for saved tensors get tensors with the shapes that the operator saw, as from
+// Python, because checkpointing compares the shapes of two calls.
+void record(const std::shared_ptr<Recording>& how, const Plan& plan, const Tensors& tensors, const Made& made, bool hooked) {
   const NodePointer pointer = make_node<Recorded, NodePointer>();
   auto* node = static_cast<Recorded*>(pointer.get());
   node->how = how;
@@ -839,13 +852,18 @@ void record(const std::shared_ptr<Recording>& how, const Plan& plan, const Tenso
       node->saved.emplace_back(at::empty(each.sizes, at::TensorOptions().dtype(each.dtype).device(plan.device)), false);
       continue;
     }
-    if (each.source < count) {
-      node->saved.emplace_back(tensors[each.source], false);
-      continue;
+    const size_t result = result_of(plan, each);
+    const Tensor& tensor = each.source < count             ? tensors[each.source]
+                           : result < plan.results.size() ? made.results[result]
+                                                           : made.memory[each.source - count];
+    if (!hooked || each.sizes == ANY || tensor.sizes() == at::IntArrayRef(each.sizes)) {
+      node->saved.emplace_back(tensor, each.output);
+    } else if (!each.output) {
+      node->saved.emplace_back(tensor.view(each.sizes), false);
+    } else {
+      node->reshaped[node->saved.size()] = tensor.output_nr();
+      node->saved.emplace_back(tensor.detach().view(each.sizes), false);
     }
-    const auto result = std::find_if(plan.results.begin(), plan.results.end(), [&](const View& v) { return v.source == each.source; });
-    const bool is_result = result != plan.results.end();
-    node->saved.emplace_back(is_result ? made.results[result - plan.results.begin()] : made.memory[each.source - count], each.output);
   }
   for (int place : how->weak) node->weak.push_back(place < 0 ? std::nullopt : std::make_optional(WeakTensor(tensors[place])));
 }
@@ -878,24 +896,15 @@ PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObje
     facts.clear();
     return nullptr;
   }
-  // Saved-tensor hooks get the same tensors in each call, as checkpointing expects. If a hook raises an error, the call
-  // is not repeated.
-  const bool hooked = at::SavedTensorDefaultHooks::is_enabled() && at::SavedTensorDefaultHooks::get_hooks(false);
   const std::shared_ptr<Plan> plan = find(*self->known, facts, varying.values);
-  if (!plan) {
-    if (hooked) facts.clear();
-    return nullptr;
-  }
-  if (plan->recording && hooked) {
-    facts.clear();
-    return nullptr;
-  }
+  if (!plan) return nullptr;
+  const bool hooked = at::SavedTensorDefaultHooks::is_enabled() && at::SavedTensorDefaultHooks::get_hooks(false);
   Made made;
   if (!run(*plan, tensors, made, varying.values)) {
     facts.clear();
     return nullptr;
   }
-  if (plan->recording) record(plan->recording, *plan, tensors, made);
+  if (plan->recording) record(plan->recording, *plan, tensors, made, hooked);
   if (plan->kind == 't') return checked(THPVariable_Wrap(made.results[0]));
   const size_t size = plan->results.size();
   PyObject* results = checked(plan->kind == '[' ? PyList_New(size) : PyTuple_New(size));

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from rooftop.launch import known_calls, native_calls
 from rooftop.launch.call_plans import Places, Unplanned, plan_of
@@ -204,11 +205,12 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
             return function(*arguments, **options)
         given, which = native_calls.given_of((*arguments, *options.values()), varying)
         try:
-            with native_calls.teaching(given, varying=which) as lesson:
+            with native_calls.teaching(given, varying=which) as lesson, _hooked_later() as call_hooks:
                 result = function(*arguments, **options)
         except (TypeError, ValueError, RuntimeError):  # call again unobserved, for the usual error message
             seen[facts] = HOPELESS
             return function(*arguments, **options)
+        call_hooks()
         if lesson is None:
             seen[facts] -= 1  # another thread was being observed, so observe the next call
             return result
@@ -224,6 +226,42 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
 
     calls = native_calls.module.make_calls(function, miss, list(varying))
     return calls
+
+
+class _Held:
+    """What autograd saved in an observed call: at first a tensor, later what the hook for saved tensors made of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.value: Any = tensor
+
+
+@contextmanager
+def _hooked_later() -> Iterator[Callable[[], None]]:
+    """Within the block, keep the tensors that autograd saves away from the hooks for saved tensors, because the work of
+    the hooks is no part of the observed call. Yield a function to call after the block, which calls the hooks.
+    """
+    held: list[_Held] = []
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        yield lambda: None
+        return
+    pack, unpack = hooks
+
+    def hold(tensor: Tensor) -> _Held:
+        held.append(_Held(tensor))
+        return held[-1]
+
+    def call_hooks() -> None:
+        while held:
+            each = held.pop(0)
+            each.value = pack(each.value)
+
+    try:
+        with saved_tensors_hooks(hold, lambda each: unpack(each.value)):
+            yield call_hooks
+    except BaseException:
+        held.clear()  # PyTorch may keep the hooks alive, but the hooks must not keep tensors alive
+        raise
 
 
 @contextmanager
