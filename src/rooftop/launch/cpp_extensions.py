@@ -85,7 +85,7 @@ def compiler() -> tuple[str, ...] | None:
 
 
 class Extension:
-    """A Python extension module in one C++ file, which may use PyTorch.
+    """A Python extension module in one C++ file with the headers in its folder. The file may use PyTorch.
 
     Args:
         name: name of the module. The C++ file gets this name as the macro ROOFTOP_MODULE.
@@ -101,7 +101,8 @@ class Extension:
         """The path of the compiled file, which differs for each version of the source, PyTorch and Python."""
         from rooftop.hardware.measuring import cache_folder
 
-        versions = (self.source.read_text(), torch.__version__, sys.version, sysconfig.get_platform())
+        sources = [each.read_text() for each in (self.source, *sorted(self.source.parent.glob("*.h")))]
+        versions = (*sources, torch.__version__, sys.version, sysconfig.get_platform())
         key = hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:24]
         suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
         return cache_folder() / "extensions" / f"{self.name}-{key}{suffix}"
@@ -239,8 +240,9 @@ class Extension:
         standard = "c++20" if torch_at_least(2, 12) else "c++17"
         libraries = [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10", "-ldl"]
         return [
-            *(compiler() or ()), "-shared", "-fPIC", "-O2", f"-std={standard}", f"-DROOFTOP_MODULE={self.name}",
-            *(f"-I{each}" for each in include), str(self.source), "-o", str(made), *libraries,
+            *(compiler() or ()), "-shared", "-fPIC", "-fvisibility=hidden", "-O2", f"-std={standard}",
+            f"-DROOFTOP_MODULE={self.name}", *(f"-I{each}" for each in include), str(self.source),
+            "-o", str(made), *libraries,
         ]  # fmt: skip
 
     def _load(self) -> Any:

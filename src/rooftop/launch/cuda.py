@@ -422,7 +422,7 @@ class Kernel:
 @dataclass(frozen=True)
 class Configured:
     """A kernel with all that a launch on one device needs, except the addresses of its tensors. known_calls.py and
-    repeated_calls.cpp repeat launches with it.
+    the C++ code in `cpp/` repeat launches with it.
 
     Attributes:
         configuration: grid, block and so on, as an object of `cuda.core`.

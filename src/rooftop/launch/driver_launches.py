@@ -1,7 +1,7 @@
 """Describe launches of kernels of Triton and CUDA C++ for the CUDA driver: the bytes of a kernel's parameters, and the
 offsets of pointers in these bytes.
 
-`call_plans.py` makes plans of such launches, and `repeated_calls.cpp` passes them to the driver.
+`call_plans.py` makes plans of such launches, and `cpp/running.h` passes them to the driver.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Lesson(Observer):
 
     def _name_sizes(self, given: Sequence[Tensor | int], varying: Sequence[int]) -> None:
         """Assign a variable to each size of a tensor, or integer argument, that may vary from call to call (`varying`).
-        Sizes that are equal in this call share a variable, as in `repeated_calls.cpp`, which repeats the call.
+        Sizes that are equal in this call share a variable, as in `cpp/facts.h`, because C++ repeats the call.
         """
         source = 0
         for each, which in zip(given, varying, strict=True):

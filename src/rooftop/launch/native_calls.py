@@ -1,5 +1,5 @@
-"""Compile and load repeated_calls.cpp, which repeats earlier calls without Python, and observe the calls that it will
-repeat.
+"""Compile and load the C++ code in `cpp/`, which repeats earlier calls without Python, and observe the calls that C++
+will repeat.
 
 The C++ code is compiled in the background, and stored in Rooftop's cache. The compilation starts at the latest at the
 second call of an operator of `declare(..., known=...)` with the same facts (shapes, dtypes and so on) on a GPU.
@@ -33,7 +33,7 @@ after_start: list[Callable[[], None]] = []
 """Functions to call when the C++ module is loaded. The caller holds the lock `starting`."""
 reasons: dict[str, str] = {}
 """Names of functions for whose last observed call no plan could be made, each with the reason."""
-_extension = Extension("repeated_calls", Path(__file__).with_name("repeated_calls.cpp"))
+_extension = Extension("repeated_calls", Path(__file__).parent / "cpp" / "module.cpp")
 has_asked = False
 
 # ---- the compiled part ----------------------------------------------------------------------------------------------

@@ -118,8 +118,8 @@ def declare(
         known: whether all decisions of `run` depend only on shapes, strides, dtypes, alignment, device, and arguments
             that are not tensors. Calls can then repeat the decisions of an earlier call (known_calls.py). If
             decisions also depend on settings, pass a function that gets the arguments and returns the values of these
-            settings as one hashable object. These settings must be among the modes that `put_modes` in
-            `repeated_calls.cpp` compares. "itself": `run` itself caches its decisions.
+            settings as one hashable object. These settings must be among the modes that `put_modes` in `cpp/facts.h`
+            compares. "itself": `run` itself caches its decisions.
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)

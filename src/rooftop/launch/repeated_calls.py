@@ -5,7 +5,7 @@ A small kernel runs for less time than Python needs to check arguments, view the
 has the same outcome for all calls with the same modes of PyTorch and the same *facts*: shapes, strides, dtypes,
 devices, alignment, and values that are not tensors. So one call is observed. If the call only allocates memory,
 launches kernels of Triton or CUDA C++ and runs PyTorch's own operators, and autograd records at most one operator of
-Rooftop, `repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls with the same facts. The
+Rooftop, the C++ code in `cpp/` gets a plan of the call, and executes this plan for later calls with the same facts. The
 results are identical bit for bit to those of Python.
 
 Compiled programs call operators by their overload in `torch.ops` instead of calling public functions.
