@@ -371,21 +371,26 @@ def test_hooks_see_the_same_tensors_in_each_call(name: str, made: Callable[[], i
 
 
 @needs_kernels
-def test_checkpointed_blocks_are_repeated(made: Callable[[], int]) -> None:
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_checkpointed_blocks_are_repeated(blocks: int, made: Callable[[], int]) -> None:
+    """With more than one block, the call that is observed is one of a recomputation, which ends early."""
     x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
 
     def block(x: Tensor) -> Tensor:
         return kernels.swiglu(kernels.rms_norm(x, 8, weight), x)
 
     def step() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(checkpoint(block, x, use_reentrant=False).square().sum(), (x, weight))
+        y = x
+        for _ in range(blocks):
+            y = checkpoint(block, y, use_reentrant=False)
+        return torch.autograd.grad(y.square().sum(), (x, weight))
 
     with repeated_calls.in_python():
         expected = step()
     several(step)
     made()
     assert same([expected, *several(step, 3)])
-    assert made() == 3 * 6, repeated_calls.reasons  # two operators: forward, forward again, and backward
+    assert made() == 3 * 6 * blocks, repeated_calls.reasons  # two operators: forward, forward again, and backward
 
 
 @needs_kernels

@@ -210,10 +210,14 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
         except (TypeError, ValueError, RuntimeError):  # call again unobserved, for the usual error message
             seen[facts] = HOPELESS
             return function(*arguments, **options)
-        call_hooks()
         if lesson is None:
             seen[facts] -= 1  # another thread was being observed, so observe the next call
-            return result
+        else:
+            keep_plan(facts, lesson, result)
+        call_hooks()  # last, because hooks of checkpointing may raise
+        return result
+
+    def keep_plan(facts: bytes, lesson: Lesson, result: Any) -> None:
         try:
             plan = _plan_of(function.__name__, lesson, result)
         except Unplanned as reason:
@@ -222,7 +226,6 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
         else:
             if native_calls.module.keep(calls, facts, plan):
                 seen.clear()  # the C++ code dropped all plans, because there were too many
-        return result
 
     calls = native_calls.module.make_calls(function, miss, list(varying))
     return calls
