@@ -660,6 +660,24 @@ def test_operators_of_a_compiled_program(device: str, made: Callable[[], int]) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_empty_tensors_are_arguments_of_operators(device: str, made: Callable[[], int]) -> None:
+    """The sums of a window attention without a padding vector have a part without elements."""
+    skip_without_kernels(device)
+    packed, bias = (torch.randn(*s, device=device, requires_grad=True) for s in ((2, 4, 4, 72), (4, 16, 16)))
+
+    def step() -> tuple[Tensor, ...]:
+        y = kernels.window_attention(packed, bias, 4, (4, 4))
+        return torch.autograd.grad(y.sin().sum(), (packed, bias))
+
+    with repeated_calls.in_python():
+        expected = step()
+    several(step)
+    made()
+    assert same([expected, *several(step, 3)])
+    assert made() == 6, repeated_calls.reasons
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_float32_products_follow_the_switch_of_their_precision(device: str, made: Callable[[], int]) -> None:
     skip_without_kernels(device)
     packed, bias = torch.randn(1, 8, 8, 96, device=device), torch.randn(2, 16, 16, device=device)

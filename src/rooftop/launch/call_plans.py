@@ -16,6 +16,7 @@ from rooftop.launch.driver_launches import for_driver
 from rooftop.launch.known_calls import Memory, Step, Zeros
 from rooftop.launch.lessons import ANY, Called, Lesson, Part, Varied
 from rooftop.launch.row_counts import Code, codes_of, value_of
+from rooftop.words import first_line
 
 # Values in place of the number of arrival counters, for memory without such counters. In arrival counters, the programs
 # of a kernel count their arrivals (counters.py).
@@ -67,17 +68,20 @@ def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str
     description = {
         "device": lesson.device,
         "memory": memory,
-        "launches": _launches_of(lesson),
         "results": [tuple(each) for each in results],
         "kind": kind,
         "varies": lesson.varies,
         "conditions": list(dict.fromkeys(map(tuple, lesson.conditions))),
         "recording": recording,
     }
-    try:
-        return native_calls.module.Plan(description)
-    except ValueError:  # the driver does not report a kernel's parameters, or reports unexpected ones
-        return native_calls.module.Plan({**description, "launches": _launches_of(lesson, by_driver=False)})
+    for by_driver in (True, False):
+        try:
+            return native_calls.module.Plan({**description, "launches": _launches_of(lesson, by_driver)})
+        except ValueError:  # the driver does not report a kernel's parameters, or reports unexpected ones
+            continue
+        except (RuntimeError, TypeError) as error:  # C++ cannot read an argument of an operator
+            raise Unplanned(first_line(error)) from error
+    raise Unplanned("C++ cannot make the plan")
 
 
 class Places:

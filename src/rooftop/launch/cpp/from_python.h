@@ -40,7 +40,8 @@ inline std::shared_ptr<OperatorCall> operator_of(const py::dict& given) {
     } else if (list) {
       made->lists.emplace_back(i, value.cast<std::vector<View>>());
       made->arguments.emplace_back();
-    } else if (argument.type()->kind() == c10::TypeKind::TensorType && PyNumber_Check(value.ptr())) {
+    } else if (argument.type()->kind() == c10::TypeKind::TensorType && PyNumber_Check(value.ptr()) &&
+               !THPVariable_Check(value.ptr())) {  // an empty tensor is passed as it is
       Tensor number = at::scalar_to_tensor(torch::jit::toIValue(value, c10::NumberType::get()).toScalar());
       number.unsafeGetTensorImpl()->set_wrapped_number(true);  // so that no operand is promoted
       made->arguments.emplace_back(number);
