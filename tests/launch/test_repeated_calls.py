@@ -749,6 +749,20 @@ def test_a_gradient_may_be_an_expanded_result_of_an_operator(device: str, made: 
 
 
 @needs_kernels
+def test_each_value_of_rooftop_check_has_its_own_facts(
+    monkeypatch: pytest.MonkeyPatch, made: Callable[[], int]
+) -> None:
+    """Operators check their arguments if the value is "1", so a plan for "10" must not be used then."""
+    x = torch.randn(4, 8)
+    for value in ("", "0", "1", "10"):
+        monkeypatch.setenv("ROOFTOP_CHECK", value)
+        several(lambda: kernels.softmax(x, -1), 3)
+        assert made() == 0, value
+        several(lambda: kernels.softmax(x, -1), 2)
+        assert made() == 2, value
+
+
+@needs_kernels
 def test_calls_in_another_precision_of_products_have_other_facts(made: Callable[[], int]) -> None:
     switches: list[Any] = [torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.cudnn.conv]
     before = [each.fp32_precision for each in switches]

@@ -23,7 +23,7 @@ LAUNCHED_PERCENT = 15
 
 def planned(training: GptTraining, layout: Layout) -> str:
     """Describe in lines of text a training in this layout: the number of parameters and ranks, the pipeline schedule,
-    and, under context parallelism, a picture of the token positions that each rank has.
+    and, under context parallelism, a picture of the token positions on each rank.
     """
     lines = [f"{training.config.parameters:,} parameters on {counted(layout.world_size, 'rank')}: {layout}"]
     schedule = training.schedule_of(layout)

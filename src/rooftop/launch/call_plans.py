@@ -79,7 +79,7 @@ def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str
             return native_calls.module.Plan({**description, "launches": _launches_of(lesson, by_driver)})
         except ValueError:  # the driver does not report a kernel's parameters, or reports unexpected ones
             continue
-        except (RuntimeError, TypeError) as error:  # C++ cannot read an argument of an operator
+        except (RuntimeError, TypeError) as error:  # an argument of an operator has no counterpart in C++
             raise Unplanned(first_line(error)) from error
     raise Unplanned("C++ cannot make the plan")
 

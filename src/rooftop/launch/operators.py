@@ -119,7 +119,7 @@ def declare(
             that are not tensors. Calls can then repeat the decisions of an earlier call (known_calls.py). If
             decisions also depend on settings, pass a function that gets the arguments and returns the values of these
             settings as one hashable object. These settings must be among the modes that `put_modes` in `cpp/facts.h`
-            compares. "itself": `run` itself caches its decisions.
+            compares. "itself": `run` caches its own decisions.
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)

@@ -9,8 +9,8 @@ Rooftop, the C++ code in `cpp/` gets a plan of the call, and executes this plan 
 results are identical bit for bit to those of Python.
 
 Compiled programs call operators by their overload in `torch.ops` instead of calling public functions.
-`repeat_overload` repeats these calls. Other callers use PyTorch's dispatcher, for example programs in C++:
-`repeated_operator` repeats their calls.
+`repeat_overload` repeats these calls. `repeated_operator` repeats calls through PyTorch's dispatcher, for example from
+programs in C++.
 
 The C++ code is compiled in the background, and stored in Rooftop's cache. The compilation starts at the latest at the
 second call of an operator of `declare(..., known=...)` with the same facts on a GPU. Until the C++ code is compiled,
@@ -104,7 +104,7 @@ def repeat_overload(overload: Any) -> None:
     """Change an operator's `OpOverload`, so that its repeated calls run without Python and without the dispatcher.
     Compiled programs call operators by their overload.
 
-    The overload must be new: its hash is that of the function that it calls, which this function replaces.
+    Call this before the overload is hashed: its hash is that of `_op`, which is replaced here.
     """
     dispatched = overload._op
 

@@ -20,7 +20,7 @@ _USUAL = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
     | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 )
-"""Dtypes whose elements PyTorch compares on every device."""
+"""Dtypes that `==` supports on every device."""
 DELAY_CYCLES = 4_000_000
 """2 ms on a GPU: longer than the host takes to launch a small model."""
 

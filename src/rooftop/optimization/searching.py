@@ -285,8 +285,8 @@ class Search:
             return None
 
     def _gain_ms(self, rule: Rule) -> float:
-        """The predicted gain of a rule together with the kept rules, except those that it replaces first; 0 if the
-        prediction fails."""
+        """The predicted gain in ms of a rule in addition to the kept rules, without the rules that it replaces first.
+        0 if the prediction fails."""
         replaced = self._replaced(rule)[0]
         try:
             return self._profiles.predicted(rule, [kept for kept in self.kept if kept not in replaced])

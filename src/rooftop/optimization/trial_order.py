@@ -3,8 +3,8 @@
 Rules that save memory come first, since they are kept although they make a step slower. Rules that apply at once,
 without compiling, come next, by their predicted gain. Rules that compile follow, by their gain per second until the
 first call is done. Rules that apply at once but are predicted to make a step slower come last. The whole model is
-compiled while there is still time for it, so that a model is not left slower than with torch.compile: if another trial
-of a rule that applies at once would use up this time, the whole model is compiled before.
+compiled while there is still time for it, so that a model is not left slower than with torch.compile. If one more trial
+of a rule that applies at once would use up this time, the whole model is compiled first.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class TrialOrder:
 
         A rule may take all the time that is left, with two exceptions. Compiling blocks leaves time to compile the
         whole model, if there is enough. If the whole model is compiled first of all, part of the time is reserved for
-        the rules that apply at once, because compiling may take longer than estimated, except if this is the last time
-        at which the whole model can be compiled.
+        the rules that apply at once, because compiling may take longer than estimated. Nothing is reserved if this is
+        the last time at which the whole model can be compiled.
         """
         whole, seconds = self._waiting_for(WHOLE), self.seconds(rule, times)
         if rule.name == BLOCKS and whole is not None and (needed := self.seconds(whole, times)) < left_s:

@@ -44,34 +44,32 @@ struct Varying {
 };
 constexpr int FIRST = 0, LAST = 1, ITSELF = 2, NONE = -1;  // which size of an argument varies; ITSELF: a number
 constexpr int64_t MOST_ELEMENTS = 1 << 30;  // of a tensor whose size varies, for 32-bit offsets
-inline const std::vector<int64_t> ANY{-1};         // stands for sizes that vary from call to call
+inline const std::vector<int64_t> ANY{-1};  // stands for sizes that vary from call to call
 
-inline void put_tensor(Facts& facts, const Tensor& tensor) {
+// Add the facts of a tensor except its sizes and strides.
+inline void put_kind(Facts& facts, char letter, const Tensor& tensor) {
   const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  put(facts, 't');
+  put(facts, letter);
   put(facts, impl.key_set().raw_repr());
   put(facts, impl.dtype().id());
   put(facts, impl.device().index());
   put(facts, char(impl.requires_grad()));
   put(facts, char(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & 15));
-  const auto sizes = impl.sizes(), strides = impl.strides();
-  put(facts, char(sizes.size()));
+  put(facts, char(impl.dim()));
+}
+
+inline void put_tensor(Facts& facts, const Tensor& tensor) {
+  put_kind(facts, 't', tensor);
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
   facts.append(reinterpret_cast<const char*>(sizes.data()), sizes.size() * sizeof(int64_t));
   facts.append(reinterpret_cast<const char*>(strides.data()), strides.size() * sizeof(int64_t));
 }
 
 // Add the facts of a tensor of which one size varies. Returns false if the call cannot be planned.
 inline bool put_varying(Facts& facts, const Tensor& tensor, int which, Varying& varying) {
-  const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  const auto sizes = impl.sizes();
+  const auto sizes = tensor.sizes();
   if (sizes.empty() || !tensor.is_contiguous() || tensor.numel() == 0 || tensor.numel() > MOST_ELEMENTS) return false;
-  put(facts, 'v');
-  put(facts, impl.key_set().raw_repr());
-  put(facts, impl.dtype().id());
-  put(facts, impl.device().index());
-  put(facts, char(impl.requires_grad()));
-  put(facts, char(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & 15));
-  put(facts, char(sizes.size()));
+  put_kind(facts, 'v', tensor);
   const size_t place = which == FIRST ? 0 : sizes.size() - 1;
   for (size_t i = 0; i < sizes.size(); ++i)
     if (i == place) varying.put_size(facts, sizes[i]);
@@ -158,7 +156,7 @@ inline bool put_modes(Facts& facts) {
   put(facts, char(context.userEnabledFlashSDP() | context.userEnabledMemEfficientSDP() << 1 |
                   context.userEnabledCuDNNSDP() << 2 | context.userEnabledCuDNN() << 3));
   const char* check = std::getenv("ROOFTOP_CHECK");
-  put(facts, check ? *check : '\0');
+  facts.append(check ? check : "").push_back('\0');
   if (is_true(python.profiles)) return false;
   static PyObject* level = PyUnicode_InternFromString("_current_level");
   return integer(PyObject_GetAttr(python.forward_mode, level)) < 0 && !is_true(python.is_watched);

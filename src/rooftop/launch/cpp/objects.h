@@ -20,8 +20,8 @@ struct Python {
 };
 inline Python python;
 
-inline bool teaching = false;     // true while Python observes a call; Python then makes all calls
-inline bool in_python = false;    // true if the user requested that Python makes all calls
+inline bool teaching = false;    // true while Python observes a call; Python then makes all calls
+inline bool in_python = false;   // true if the user requested that Python makes all calls
 inline uint64_t calls_made = 0;  // calls made without Python, including backward
 
 struct PythonError {};  // a Python exception is set
