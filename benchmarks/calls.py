@@ -9,6 +9,7 @@ and the spread between rounds, since a host's speed varies. Modes:
     inference        under torch.no_grad; "inference_mode" likewise
     forward          with inputs that require gradients
     both             forward and backward
+    hooked           likewise, with hooks that see each saved tensor, as in a checkpointed block; without torch.compile
 
 `rooftop` is a call as users make it: C++ repeats the call once it has recorded it (launch/repeated_calls.py). `why`
 says why a call still runs in Python. `python` is the same call made in Python. `torch` does the same work by torch's
@@ -42,6 +43,7 @@ import torch
 import torch.nn.functional as F
 from programs import Results
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop import kernels
@@ -146,11 +148,19 @@ CASES = (
     ),
 )
 NAMES = [case.name for case in CASES]
+
+
+def keep(saved: Tensor) -> Tensor:
+    """A hook for saved tensors that changes nothing."""
+    return saved
+
+
 MODES: dict[str, tuple[bool, Callable[[], AbstractContextManager[Any]]]] = {  # whether backward follows
     "inference": (False, torch.no_grad),
     "inference_mode": (False, torch.inference_mode),
     "forward": (False, nullcontext),
     "both": (True, nullcontext),
+    "hooked": (True, lambda: saved_tensors_hooks(keep, keep)),
 }
 
 
@@ -190,8 +200,9 @@ def rows_of(case: Case, device: torch.device, rounds: int, compiled: bool) -> It
             f"{name}, compiled": torch.compile(variants[name], fullgraph=True) for name in ("torch", "rooftop")
         }
     for mode, (backward, within) in MODES.items():
-        runs = {name: run_of(function, given, backward) for name, function in variants.items()}
-        runs |= {name.replace("rooftop", "python"): in_python(runs[name]) for name in variants if "rooftop" in name}
+        timed = [name for name in variants if mode != "hooked" or "compiled" not in name]
+        runs = {name: run_of(variants[name], given, backward) for name in timed}
+        runs |= {name.replace("rooftop", "python"): in_python(runs[name]) for name in timed if "rooftop" in name}
         with within():
             taken = in_turn(runs, device, rounds)
             before = repeated_calls.calls_made()
