@@ -31,7 +31,7 @@ class Cloud(NamedTuple):
     Attributes:
         xyz: float32 or float64 (N, 3), in metres, z up.
         intensity: float32 (N,), intensity of the reflected light in 0..1; None if unknown.
-        labels: int64 (N,), class numbers; None if unknown.
+        labels: int64 (N,), class numbers, -1 for points without a class; None if unknown.
     """
 
     xyz: Tensor
@@ -64,9 +64,11 @@ def read(path: Path) -> Cloud:
     Coordinates are float64, because map coordinates are too large for float32. Integer intensities are divided by the
     largest value of their type. If a floating-point intensity is above 1, all intensities are divided by the largest
     intensity in the file. Some scanners write non-finite points where no light returned; these points are omitted.
+    Programs that store labels as floating-point numbers write NaN for a point without a label; its label becomes -1.
 
     Raises:
-        InputError: the file does not exist, or is not a point cloud in one of these formats.
+        InputError: the file does not exist, is not a point cloud in one of these formats, or has labels that are not
+            whole numbers.
     """
     readers = {".ply": _read_ply, ".npy": _read_npy}
     if path.suffix.lower() not in readers:
@@ -82,7 +84,7 @@ def read(path: Path) -> Cloud:
     if not there.any():
         raise InputError(f"{path} has no point with finite coordinates among {len(xyz)}")
     intensity = next((_unit(columns[name][there]) for name in INTENSITIES if name in columns), None)
-    labels = next((columns[name][there].astype(np.int64) for name in LABELS if name in columns), None)
+    labels = next((_whole(columns[name][there], name, path) for name in LABELS if name in columns), None)
     return Cloud(
         torch.from_numpy(xyz[there]),
         None if intensity is None else torch.from_numpy(intensity),
@@ -95,6 +97,19 @@ def _unit(values: NDArray[np.generic]) -> NDArray[np.float32]:
     known = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
     largest = max(1.0, known.max()) if values.dtype.kind == "f" else np.iinfo(values.dtype.str).max
     return (known / largest).clip(0, 1).astype(np.float32)
+
+
+def _whole(values: NDArray[np.generic], name: str, path: Path) -> NDArray[np.int64]:
+    """Convert labels to integers, NaN to -1."""
+    if values.dtype.kind == "f":
+        values = np.where(np.isnan(values), -1.0, values.astype(np.float64))
+        wrong = (values != np.floor(values)) | (np.abs(values) >= 2**53)
+        if wrong.any():
+            raise InputError(
+                f"{path}: {name} of {wrong.sum()} of {len(values)} points is not a whole number, such as "
+                f"{values[wrong][0]:g}; expected class numbers, or NaN for points without a class"
+            )
+    return values.astype(np.int64)
 
 
 def _read_npy(path: Path) -> dict[str, NDArray[np.generic]]:

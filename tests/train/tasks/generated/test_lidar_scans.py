@@ -201,6 +201,18 @@ def test_ply_files_of_others(encoding: str, clouds: Any, tmp_path: Path) -> None
     assert cloud.labels is None
 
 
+def labelled(*labels: str) -> bytes:
+    """A file of CloudCompare, which stores labels as floating-point numbers."""
+    vertices = f"element vertex {len(labels)}\n" + "".join(f"property float {name}\n" for name in ("x", "y", "z"))
+    rows = "".join(f"1 2 3 {label}\n" for label in labels)
+    return (HEADER.format("ascii", vertices + "property double scalar_Label\n") + rows).encode()
+
+
+def test_labels_in_floating_point(clouds: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.ply").write_bytes(labelled("2", "nan", "0.0"))
+    assert clouds.read(tmp_path / "a.ply").labels.tolist() == [2, -1, 0]
+
+
 def test_what_was_written_is_read(clouds: Any, tmp_path: Path) -> None:
     far = torch.tensor([[4e6 + 0.125, 5e5, 100.0], [4e6, 5e5 + 0.25, 101.0]], dtype=torch.float64)
     cloud = clouds.Cloud(far, torch.tensor([0.25, 1.0]), torch.tensor([1, 0]))
@@ -239,6 +251,8 @@ def test_arrays(clouds: Any, tmp_path: Path) -> None:
         ),
         ("a.ply", ply("ascii").replace(b" 51", b" 300"), "cannot be read: Python integer 300 out of bounds"),
         ("a.ply", ply("ascii").replace(b"vertex 2", b"vertex 9" + b"0" * 15), "too short for 9000000000000000 rows"),
+        ("a.ply", labelled("2", "0.5", "nan"), "scalar_label of 1 of 3 points is not a whole number, such as 0.5"),
+        ("a.ply", labelled("1e300", "inf"), "scalar_label of 2 of 2 points is not a whole number, such as 1e+300"),
         ("a.npy", b"not an array", "cannot be read"),
         ("a.npy", b"", "cannot be read"),
         ("a.npy", b"PK\3\4", "cannot be read"),
