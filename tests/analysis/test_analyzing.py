@@ -361,6 +361,15 @@ def test_analyses_in_several_threads_do_not_see_each_others_modules(ceilings: Ce
         assert [sorted(found) for found in pool.map(names, (2, 3))] == [["0", "1"], ["0", "1", "2"]]
 
 
+def test_outputs_in_float8_are_trained(ceilings: Ceilings) -> None:
+    class Narrow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).to(torch.float8_e4m3fn)
+
+    report = rooftop.analyze(Narrow(8, 8), torch.randn(2, 8), train=True, ceilings=ceilings)
+    assert {row.phase for row in report.ops} >= {"forward", "backward"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

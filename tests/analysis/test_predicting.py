@@ -164,6 +164,14 @@ def test_nothing_of_a_model_changes(h200: Ceilings) -> None:
     assert all(now is b and torch.equal(b, value) for now, (b, value) in zip(net.buffers(), buffers, strict=True))
 
 
+def test_a_traced_model_gets_no_gradients(h200: Ceilings) -> None:
+    """TorchScript copies its own tensors."""
+    model = nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.randn(2, 4)), nn.Linear(4, 4))
+    report = rooftop.predict(model, torch.randn(2, 4), ceilings=h200, train=True)
+    assert {row.phase for row in report.ops} >= {"forward", "backward"}
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 4
+
+
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_nothing_of_a_model_changes_that_a_callable_holds(has_stepped: bool, h200: Ceilings) -> None:
     """PyTorch's fake mode really computes in-place work whose tensors are all real (weight decay, counts of
@@ -385,6 +393,7 @@ class Locked(nn.Linear):
     ("arguments", "error", "message"),
     [
         ({"target": nn.Flatten()}, InputError, "nothing to predict: Flatten runs no operator with"),
+        ({"target": nn.Linear(3, 3), "args": [torch.randn(0, 3)]}, InputError, "or all results are empty tensors"),
         ({"target": Locked()}, InputError, r"with fake tensors failed \(TypeError: cannot pickle"),
         (
             {"args": [torch.eye(3).to_sparse()]},

@@ -92,6 +92,18 @@ def test_json_goes_to_standard_output(run: Run, net: str) -> None:
     assert json.loads(out)["changes"][0]["verdict"] == "no gain"
 
 
+def test_what_a_model_prints_does_not_mix_with_json(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "talks.py").write_text(
+        "import torch\nclass Talks(torch.nn.Linear):\n    def forward(self, x):\n        print('forward')\n"
+        "        return super().forward(x)\n"
+        "def build():\n    print('build')\n    return Talks(4, 4), torch.randn(2, 4)\n"
+    )
+    status, out, err = run("talks.py:build", "--rule", "constants", "--json", "-")
+    assert status == 0
+    assert "changes" in json.loads(out)
+    assert err.startswith("build\nforward\n")
+
+
 def test_it_says_why_nothing_was_kept(run: Run, net: str, tmp_path: Path) -> None:
     _, out, _ = run(f"{net}:build", "--rule", "constants", "--save", "plan.json")
     assert "no change saves time" in out

@@ -831,3 +831,23 @@ def test_empty_tensors_cost_no_flops(run: Callable[[], Tensor]) -> None:
     assert cost is not None
     assert cost.total_flops == 0
     assert cost.write_bytes == out.numel() * 4
+
+
+def test_without_results_no_operand_is_read() -> None:
+    """An expert to which no token is sent does not read its weights. `nonzero` reads all elements to find none."""
+    rows, weight, pixels, kernel = x(0, 8), x(8, 16), x(0, 3, 9, 9), x(4, 3, 3, 3)
+    with CountingMode() as counted:
+        rows @ weight
+        F.linear(rows, weight.T, x(16))
+        F.conv2d(pixels, kernel)
+        aten.convolution_backward(
+            x(0, 4, 7, 7), pixels, kernel, [4], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]
+        )
+        torch.zeros(8).nonzero()
+    costs = {record.name: record.cost for record in counted.records}
+    assert costs["aten::mm"] == costs["aten::addmm"] == costs["aten::convolution"] == Cost(0, 0, {})
+    backward, nonzero = costs["aten::convolution_backward"], costs["aten::nonzero"]
+    assert backward is not None
+    assert nonzero is not None
+    assert (backward.read_bytes, backward.write_bytes) == (0, (kernel.numel() + 4) * 4)
+    assert nonzero.read_bytes == 8 * 4

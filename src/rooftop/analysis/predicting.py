@@ -110,7 +110,9 @@ def predict(
             require_no_fakes(step.ended, step.name, step.emptied)
     records, tracker = step.records, step.tracker
     if not any(record.cost is not None and _works(record) for record in records):
-        raise InputError(f"nothing to predict: {step.name} runs no operator with a cost formula")
+        raise InputError(
+            f"nothing to predict: {step.name} runs no operator with a cost formula, or all results are empty tensors"
+        )
     records = [comparable(record, ceilings) for record in records]
     operators = [MeasuredOperator(r, roof(r.cost, ceilings).ms if r.cost is not None else 0.0, ()) for r in records]
     rows = operator_rows(operators, ceilings)
@@ -372,11 +374,16 @@ class _FakeCopies(TorchFunctionMode):
             if id(tensor) not in self._memo:
                 self._memo[id(tensor)] = _fake(tensor, self._mode, self._dtype)
         try:
-            return copy.deepcopy(value, self._memo)
+            with torch.no_grad():  # TorchScript clones its tensors: a clone must not pass gradients to the real tensor
+                made = copy.deepcopy(value, self._memo)
         except Exception:
             if cast:
                 raise
             return value
+        if isinstance(value, nn.Module):
+            for real, fake in zip(value.parameters(), made.parameters(), strict=True):
+                fake.requires_grad_(real.requires_grad)
+        return made
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not Tensor.__deepcopy__:

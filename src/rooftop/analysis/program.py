@@ -79,7 +79,8 @@ class Program:
         self.notes: list[str] = []
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"expected a program on a cpu or cuda device, but {self.name} or its input is on {self.device}"
+                f"expected a program on a cpu or cuda device, but {self.name} or its input is on {self.device}: move "
+                "both (model.to, for meta model.to_empty), or predict the program (rooftop.predict)"
             )
 
     @property
@@ -196,7 +197,7 @@ class Program:
             return
         shapes: list[tuple[int, ...]] = [() if t.is_nested else t.shape for t in roots]
         if shapes != self._output_shapes:
-            self._output_shapes, self._output_gradients = shapes, [torch.randn_like(t) for t in roots]
+            self._output_shapes, self._output_gradients = shapes, [_random_like(t) for t in roots]
         torch.autograd.backward(roots, self._output_gradients)
 
     def _explanation(self, error: BaseException) -> str:
@@ -311,6 +312,13 @@ def _checked(loss: Any) -> Tensor:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(f"loss must return one number that requires a gradient, got {found}")
     return loss
+
+
+def _random_like(tensor: Tensor) -> Tensor:
+    """Normal random numbers. PyTorch cannot draw them in dtypes of eight bits."""
+    if tensor.element_size() > 1:
+        return torch.randn_like(tensor)
+    return torch.randn_like(tensor, dtype=torch.float32).to(tensor.dtype)
 
 
 def describe_tensor(tensor: Tensor) -> str:

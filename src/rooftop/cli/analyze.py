@@ -30,7 +30,7 @@ from rooftop.analysis.scripts import ScriptRun, run_script
 from rooftop.analysis.text import renderable
 from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
-from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs, prints_aside
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, OTHER_INPUTS, Target, resolve_target
 from rooftop.cli.words import Words
@@ -100,7 +100,7 @@ def run(
                 run.resume()
         return run.status
     launches = _counted(words) if counters else []
-    with progress_bar() as progress, _naming_the_inputs():
+    with prints_aside(json_path), progress_bar() as progress, _naming_the_inputs():
         if machine is not None:
             report = _predicted(target, inputs, train, kind, machine)
         else:

@@ -14,7 +14,7 @@ from torch import nn
 from rooftop.analysis.formats import time_text
 from rooftop.cli.consoles import output_console
 from rooftop.cli.device_option import pick_device
-from rooftop.cli.outputs import check_outputs, write_json
+from rooftop.cli.outputs import check_outputs, prints_aside, write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, OTHER_INPUTS, resolve_target
 from rooftop.errors import InputError, ModelRunError, RooftopError, TargetError
@@ -58,9 +58,10 @@ def run(
             raise click.BadParameter(f"{rule!r} is not one of {', '.join(known)}{close}", param_hint="--rule")
     check_outputs({"HTML": [output], "JSON": [save]}, json_path)
     sizes = [_shape(text) for text in shapes]
-    found = resolve_target(target, inputs, pick_device(device), DTYPES[dtype] if dtype else None)
+    with prints_aside(json_path):
+        found = resolve_target(target, inputs, pick_device(device), DTYPES[dtype] if dtype else None)
     assert isinstance(found.model, nn.Module), "a target that is not a script is a module"
-    with progress_bar() as progress:
+    with prints_aside(json_path), progress_bar() as progress:
         try:
             optimized = optimize(
                 found.model,

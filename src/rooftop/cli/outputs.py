@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,11 @@ def _json_file(context: click.Context, option: click.Parameter, path: Path | Non
             "it is an input, put --json last"
         )
     return path
+
+
+def prints_aside(json_path: Path | None) -> AbstractContextManager[object]:
+    """Within the block, what the user's model prints goes to standard error, if standard output gets the JSON."""
+    return redirect_stdout(sys.stderr) if json_path == STANDARD_OUTPUT else nullcontext()
 
 
 def check_json(path: Path | None, inputs: Sequence[Path]) -> None:

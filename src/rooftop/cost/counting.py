@@ -356,12 +356,25 @@ def counted(call: Call) -> tuple[Cost | None, str]:
     if formula is None:
         return None, "no formula"
     try:
-        cost = formula(call)
+        cost = Cost(0, 0, {}) if _has_no_work(call) else formula(call)
         _require_figures(cost)
         return (_in_place(cost, call) if call.func._schema.is_mutable else cost), ""
     except Exception as error:  # an error must not end the user's program; the report lists the operator as uncovered
         pass_on(error)
         return None, _failed(error)
+
+
+_OWN_SHAPES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Tags of operators that read their operands to learn the shapes of their results, such as `nonzero`."""
+
+
+def _has_no_work(call: Call) -> bool:
+    """Whether all results of a call are empty tensors, so that no operand must be read. An expert to which a mixture of
+    experts sends no token does not read its weights."""
+    if call.func.namespace not in ("aten", "rooftop") or not _OWN_SHAPES.isdisjoint(call.func.tags):
+        return False
+    results = list(tensors_in(call.results))
+    return bool(results) and all(result.numel() == 0 for result in results)
 
 
 def _failed(error: Exception) -> str:

@@ -50,7 +50,7 @@ def convolution_backward(call: Call) -> Cost:
         arithmetic(gradient.numel() if to_bias else 0, [gradient]),
     )
     read = tensor_bytes(gradient) if to_input or to_weight or to_bias else 0
-    read += tensor_bytes(weight) if to_input else 0
+    read += tensor_bytes(weight) if to_input and source.numel() else 0
     read += _source_bytes(call, source, weight, gradient) if to_weight else 0
     return Cost(read, distinct_bytes(requested(call.results, call["output_mask"])), flops)
 
