@@ -370,6 +370,9 @@ def test_outputs_in_float8_are_trained(ceilings: Ceilings) -> None:
     assert {row.phase for row in report.ops} >= {"forward", "backward"}
 
 
+LINEAR = nn.Linear(3, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -380,6 +383,12 @@ def test_outputs_in_float8_are_trained(ceilings: Ceilings) -> None:
         ({"target": nn.Linear(3, 2), "train": True, "loss": lambda y: 3.0}, InputError, "one number.*got float"),
         ({"target": nn.Linear(3, 2), "train": True, "loss": "mse"}, TypeError, "loss='mse': expected a function"),
         ({"target": nn.Linear(3, 2), "train": True, "optimizer": torch.optim.SGD}, TypeError, "expected an optimizer"),
+        (
+            {"target": LINEAR, "train": True, "optimizer": torch.optim.LBFGS(LINEAR.parameters())},
+            TypeError,
+            "recording",
+        ),
+        ({"target": nn.Linear(3, 2), "train": "yes"}, TypeError, "train='yes': expected True or False"),
         ({"target": nn.Linear(3, 2), "ceilings": "h200"}, TypeError, r"analyze\(ceilings='h200'\): expected Ceilings"),
         ({"target": nn.Linear(3, 2, device="meta")}, ValueError, "a cpu or cuda device, but Linear .* is on meta"),
     ],

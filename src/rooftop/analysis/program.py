@@ -41,7 +41,8 @@ class Program:
         compile: compile the target with `torch.compile`: True, or one of its modes ("reduce-overhead").
 
     Raises:
-        TypeError: `target` or `loss` is not callable, or `optimizer` is not an optimizer.
+        TypeError: `target` or `loss` is not callable, `optimizer` is not an optimizer or is LBFGS, or `train` is not a
+            bool.
         ValueError: an optimizer or a loss is given without `train`, or the device is not supported.
     """
 
@@ -58,11 +59,18 @@ class Program:
     ) -> None:
         if not callable(target):
             raise TypeError(f"expected a module or another callable, got {type(target).__name__}")
+        if not isinstance(train, bool):
+            raise TypeError(f"train={train!r}: expected True or False")
         if not train and (optimizer is not None or loss is not None):
             raise ValueError("optimizer=... and loss=... need train=True: without it there is no backward pass")
         if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "step")):
             raise TypeError(
                 f"optimizer={optimizer!r}: expected an optimizer, e.g. torch.optim.SGD(model.parameters(), lr=0.1)"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "optimizer=LBFGS(...): its step calls the model itself, any number of times; analyze a loop of your "
+                "own within rooftop.recording()"
             )
         if loss is not None and not callable(loss):
             raise TypeError(f"loss={loss!r}: expected a function of the output, e.g. lambda output: output.mean()")
